@@ -1,0 +1,97 @@
+"""The ``ray-dynbs`` command: thin; everything it does can be done from Python."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+
+from ray_dynbs import __version__
+from ray_dynbs.config import load_config
+from ray_dynbs.core.errors import ConfigError
+
+EXIT_FAILED, EXIT_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Training jobs on Ray that choose their own batch size while they run.",
+)
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="the run's YAML file")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key; repeatable")
+]
+
+
+@app.command()
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    out: Annotated[str | None, typer.Option(help="folder or URI for run directories")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the newest run of this name")] = False,
+    run_dir: Annotated[
+        str | None, typer.Option("--resume-from", metavar="RUN", help="go on with this run directory")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="show Ray's own output too")] = False,
+) -> None:
+    """Train as CONFIG says."""
+    from ray_dynbs.cli.train import train_command
+
+    all_overrides = [*(overrides or ()), *([f"out={out}"] if out else ())]
+    loaded = load_config(config, all_overrides)
+    raise typer.Exit(train_command(loaded, resume=run_dir or resume, verbose=verbose))
+
+
+@app.command()
+def check(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="the run's YAML file")] = None,
+    overrides: Overrides = None,
+    schema: Annotated[bool, typer.Option("--schema", help="print every key, its meaning and default")] = False,
+) -> None:
+    """Check CONFIG without training, or print all keys there are."""
+    from ray_dynbs.cli.check import check_command, print_schema
+
+    if schema:
+        print_schema()
+    elif config is None:
+        raise ConfigError("check: CONFIG is missing (or ask for --schema)")
+    else:
+        check_command(load_config(config, overrides or ()))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and exit: 0 done, 1 the run failed, 2 wrong input, 130 interrupted."""
+    # A task is usually a module beside the configuration; console scripts do not look there.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+    except ConfigError as error:
+        code = _complain(str(error))
+    except click.exceptions.NoArgsIsHelpError as error:
+        code = _complain(error.format_message())
+    except click.ClickException as error:
+        code = _complain(error.format_message())
+    except click.exceptions.Abort:
+        code = EXIT_INTERRUPTED
+    sys.exit(code or 0)
+
+
+def _complain(message: str) -> int:
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    return EXIT_INPUT
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""``ray-dynbs train``: one line per epoch, one line per error."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+import typer
+
+from ray_dynbs.cli.lines import epoch_line, header_line
+from ray_dynbs.cluster.session import ray_session
+from ray_dynbs.config import Config
+from ray_dynbs.config.load import changed_keys, dump_yaml, parse_yaml
+from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.storage.run_directory import CONFIG, RunDirectory
+from ray_dynbs.tasks.preflight import Preflight, preflight
+
+
+def train_command(config: Config, *, resume: bool | str, verbose: bool) -> int:
+    """Train, print, and return the exit code.
+
+    Args:
+        config: The configuration.
+        resume: Go on with the newest run of this name, or with the run directory given.
+        verbose: Show Ray's own output too.
+
+    Raises:
+        ConfigError: the input is wrong; nothing has been written then.
+    """
+    found = preflight(config)
+    for warning in found.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    run = _open_run(config, resume)
+    with ray_session(config.cluster.address, verbose=verbose):
+        return _train(config, run, found)
+
+
+def _open_run(config: Config, resume: bool | str) -> RunDirectory | None:
+    """The run to go on with; ``None``: a new one, made once the cluster has accepted the workers."""
+    if not resume:
+        return None
+    run = RunDirectory.newest(config.out, config.name) if resume is True else RunDirectory.open(resume)
+    for key, old, new in changed_keys(parse_yaml(run.read_text(CONFIG)), config.model_dump()):
+        typer.echo(f"resume: {key} was {old!r}, is now {new!r}{_who_wins(key)}", err=True)
+    return run
+
+
+def _who_wins(key: str) -> str:
+    section = key.partition(".")[0]
+    return "; the checkpoint's wins" if section in ("optimizer", "scheduler") else "; the new one holds"
+
+
+def _train(config: Config, run: RunDirectory | None, found: Preflight) -> int:
+    from ray.exceptions import RayError
+    from ray.train import TrainingFailedError
+
+    from ray_dynbs.cluster.trainer import run_training, scaling_config
+
+    scaling_config(config)  # refuses before anything is written
+    if run is None:
+        run = RunDirectory.create(config.out, config.name)
+        if run.name != config.name:
+            typer.echo(f"{config.name} exists already: this run is {run.name}", err=True)
+    run.write_text(CONFIG, dump_yaml(config))
+    typer.echo(f"run {run.uri}: {found.rows.get('train') or '?'} rows, {config.cluster.num_workers} workers")
+    typer.echo(header_line(config.metric.name))
+    try:
+        result = run_training(config, run, found.sources, lambda r, d: typer.echo(epoch_line(r, d)))
+    except (TrainingFailedError, RayError) as error:
+        _report_failure(error)
+        return 1
+    except (KeyboardInterrupt, SystemExit):
+        typer.echo(f"interrupted; go on with: --resume-from {run.uri}", err=True)
+        return 130
+    best = "" if result.best is None else f", best {config.metric.name} {result.best:.4f}"
+    typer.echo(f"done: {result.epochs} epochs{best}; {run.uri}")
+    return 0
+
+
+def _report_failure(error: BaseException) -> None:
+    """The cause in one line, then the worker's traceback."""
+    failures = getattr(error, "worker_failures", None) or {}
+    rank, cause = min(failures.items()) if failures else (None, error)
+    cause = getattr(cause, "cause", None) or cause
+    where = "" if rank is None else f" (worker {rank})"
+    first_line = " ".join(str(cause).split()) or type(cause).__name__
+    print(f"error{where}: {type(cause).__name__}: {first_line[:500]}", file=sys.stderr)
+    traceback.print_exception(cause, file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Ray: the coordinator, the data, the worker loop and the driver."""

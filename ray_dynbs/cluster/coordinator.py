@@ -1,0 +1,128 @@
+"""The coordinator: one actor that decides for all workers and keeps the run's record.
+
+Every call carries the last agreed manager state, so a decision is a function of its request: a
+retried call, or one answered by a restarted actor, gives the same decision again. What the actor
+holds between calls is the journal, which it finds in the run directory when it comes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_dynbs.config import Config
+from ray_dynbs.core.decision import Decision
+from ray_dynbs.core.journal import decode_lines, encode_line
+from ray_dynbs.core.signal import Signal
+from ray_dynbs.storage.run_directory import DECISIONS, RunDirectory
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A decision, and the manager state after it, to be saved with the next checkpoint."""
+
+    decision: Decision
+    state: State
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """One row of ``epochs.parquet``, and what there is to say about it."""
+
+    row: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DecisionRequest:
+    """What rank 0 sends: one message per decision, whatever the number of workers.
+
+    Attributes:
+        state: The manager state all ranks last agreed on.
+        signal: What was measured since.
+        records: Epochs finished since the last message that got through.
+    """
+
+    state: State
+    signal: Signal
+    records: tuple[EpochRecord, ...] = field(default=())
+
+
+class Coordinator:
+    """The manager behind an actor's calls, and the only writer of the run's journal and epochs.
+
+    Args:
+        config: The run's configuration.
+        run: Its directory.
+    """
+
+    def __init__(self, config: Config, run: RunDirectory) -> None:
+        self._config, self._run = config, run
+        self._decisions = {
+            (d.incarnation, d.version): d for d in decode_lines(run.read_text(DECISIONS))
+        }
+        self._records = {_key(row): EpochRecord(row) for row in run.read_epochs()}
+        self._starts: dict[str, int] = {}
+
+    def start(self, group: str, world_size: int, state: State | None) -> Reply:
+        """A group of workers begins, for the first time or after a restart.
+
+        Args:
+            group: Names the group, so that a retried call does not count as another restart.
+            world_size: Its number of ranks.
+            state: The manager state of the checkpoint it begins from, if there is one.
+        """
+        if group not in self._starts:
+            self._starts[group] = 1 + max((i for i, _ in self._decisions), default=-1)
+        manager = self._config.make_manager(world_size)
+        if state is not None:
+            manager.load_state_dict(state)
+        decision = manager.start(world_size=world_size, incarnation=self._starts[group])
+        self._record(decision)
+        return Reply(decision, manager.state_dict())
+
+    def decide(self, request: DecisionRequest) -> Reply:
+        """Make and record one decision."""
+        manager = self._config.make_manager()
+        manager.load_state_dict(request.state)
+        decision = manager.decide(request.signal)
+        self._record(decision)
+        self._add_epochs(request.records)
+        return Reply(decision, manager.state_dict())
+
+    def progress(self, after: int) -> list[tuple[EpochRecord, Decision | None]]:
+        """The epochs recorded after the first ``after``, each with the decision made at its end."""
+        records = list(self._records.values())[after:]
+        by_epoch = {(d.incarnation, d.epoch): d for d in self._decisions.values() if d.signal is not None}
+        return [(r, by_epoch.get((r.row["incarnation"], r.row["epoch"]))) for r in records]
+
+    def _record(self, decision: Decision) -> None:
+        self._decisions[decision.incarnation, decision.version] = decision
+        lines = "".join(encode_line(d) + "\n" for d in self._decisions.values())
+        self._run.write_text(DECISIONS, lines)
+
+    def _add_epochs(self, records: tuple[EpochRecord, ...]) -> None:
+        if records:
+            self._records |= {_key(record.row): record for record in records}
+            self._run.write_epochs([record.row for record in self._records.values()])
+
+
+def _key(row: dict[str, Any]) -> tuple[int, int]:
+    return row["incarnation"], row["epoch"]
+
+
+def start_coordinator(config: Config, run: RunDirectory) -> ActorHandle[Coordinator]:
+    """Start the actor next to the driver, which owns it: it ends with the driver, survives its own
+    death (calls retry by themselves), takes no CPU and needs no name."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    actor = ray.remote(Coordinator).options(
+        num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
+    )
+    handle: ActorHandle[Coordinator] = actor.remote(config, run)
+    return handle

@@ -1,0 +1,66 @@
+"""Joining a cluster, or starting a private one for the length of a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+DRIVER_SETTINGS = {
+    # `train.report` is a barrier that the controller drains once per interval: 2 s by default.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
+    # Ray warns at every start that a future release will change how it hides accelerators.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+QUIET_SETTINGS = {"RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
+
+
+@contextmanager
+def ray_session(address: str | None, *, verbose: bool = False) -> Iterator[None]:
+    """A connection to ``address``, or to ``RAY_ADDRESS``, or to a new local cluster.
+
+    It never joins a cluster that merely happens to run on this host. A local cluster lives in a
+    private temporary folder, which keeps it apart from others, and ends with the block.
+
+    Raises:
+        ConnectionError: there is no cluster at the address.
+    """
+    for key, value in DRIVER_SETTINGS.items():
+        os.environ.setdefault(key, value)
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    folder = tempfile.mkdtemp(prefix="rdb-") if address == "local" else None
+    if folder:
+        os.environ["RAY_TMPDIR"] = folder
+
+    import ray  # only now: it reads its temporary folder from the environment when imported
+
+    local = {"include_dashboard": False, "_temp_dir": folder} if folder else {}
+    ray.init(
+        address=address,
+        log_to_driver=verbose,
+        logging_level=logging.INFO if verbose else logging.ERROR,
+        **local,
+    )
+    _quiet_data(verbose)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _quiet_data(verbose: bool) -> None:
+    """Keep Ray Data's progress bars and plans out of the run's own lines."""
+    import ray.data
+
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = verbose
+    context.print_on_execution_start = verbose
+    if not verbose:
+        for name in ("ray.data", "ray.train", "ray.tune"):
+            logging.getLogger(name).setLevel(logging.ERROR)

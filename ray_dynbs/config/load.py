@@ -1,0 +1,144 @@
+"""From a YAML file and ``--set`` overrides to a :class:`Config`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from ray_dynbs.config.errors import explain
+from ray_dynbs.config.schema import Config
+from ray_dynbs.core.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which 1e-3 is a number and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+0123456789."),
+)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read, override and validate a configuration.
+
+    Args:
+        path: The YAML file. Its stem is the run's name where it has none.
+        overrides: ``section.key=value`` with YAML values; list items by number.
+
+    Raises:
+        ConfigError: the file does not exist or is no YAML mapping, or a key is unknown, missing, of
+            the wrong type or out of range; one line that begins with the file.
+    """
+    path = Path(path)
+    try:
+        data = parse_yaml(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: {reason}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: holds {type(data).__name__}; allowed: a mapping of keys")
+    data.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem))
+    for override in overrides:
+        apply_override(data, override)
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {explain(error, model=Config)}") from error
+
+
+def parse_yaml(text: str) -> Any:
+    """Safe YAML.
+
+    Raises:
+        ConfigError: it does not parse; says where, in one line.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"not YAML: {place}{error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from error
+
+
+def dump_yaml(config: Config) -> str:
+    """The resolved configuration; loads to an equal one."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Apply one ``section.key=value`` in place.
+
+    Choosing another ``policy.name``, ``optimizer.name`` or ``scheduler.name`` starts that section
+    anew, since the old one's keys belong to the old name; an optimizer keeps its ``lr``.
+
+    Raises:
+        ConfigError: not of that form, or a path through something that is no section.
+    """
+    path, equals, value = override.partition("=")
+    if not equals or not path.strip():
+        raise ConfigError(f"--set {override!r}: allowed: section.key=value")
+    try:
+        parsed = parse_yaml(value)
+    except ConfigError as error:
+        raise ConfigError(f"--set {override}: {error}") from error
+    parts = path.strip().split(".")
+    node: Any = data
+    for part in parts[:-1]:
+        node = _descend(node, part, override)
+    last = parts[-1]
+    if parts in (["policy", "name"], ["optimizer", "name"], ["scheduler", "name"]) and node.get("name") != parsed:
+        kept = {"lr": node["lr"]} if "lr" in node and parts[0] == "optimizer" else {}
+        node.clear()
+        node.update(kept)
+    if isinstance(node, list):
+        node[_index(node, last, override)] = parsed
+    else:
+        node[last] = parsed
+
+
+def _descend(node: Any, part: str, override: str) -> Any:
+    if isinstance(node, list):
+        return node[_index(node, part, override)]
+    if node.get(part) is None:
+        node[part] = {}
+    if not isinstance(node[part], dict | list):
+        raise ConfigError(f"--set {override}: {part} is {node[part]!r}, which has no keys")
+    return node[part]
+
+
+def _index(node: list[Any], part: str, override: str) -> int:
+    if not part.isdigit() or int(part) >= len(node):
+        raise ConfigError(f"--set {override}: {part!r} is no item of a list of {len(node)}")
+    return int(part)
+
+
+def changed_keys(old: Any, new: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    """The keys in which two resolved configurations differ, with both values; not where they write to."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        found = []
+        for key in {**old, **new}:
+            if path or key != "out":
+                found += changed_keys(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
+        return found
+    return [] if old == new else [(path, old, new)]

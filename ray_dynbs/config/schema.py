@@ -1,0 +1,197 @@
+"""The configuration's keys, their types, meanings and defaults.
+
+Unknown keys are errors everywhere except under ``task_args``, ``optimizer`` and ``scheduler``, whose
+further keys belong to the task, the optimizer and the scheduler and are checked against those.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ray_dynbs.config.components import build_guards, build_policy
+from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.lr import LR_RULES
+from ray_dynbs.core.manager import DynamicBatchSizeManager
+
+RuleName = Literal["none", "linear", "sqrt"]
+assert set(RuleName.__args__) == set(LR_RULES)
+Rows = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: strict types, no unknown keys, immutable."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class MetricSection(Section):
+    """What "best" means."""
+
+    name: str = Field("loss", description="a metric of the task, or loss (over the validation rows)")
+    mode: Literal["max", "min"] = Field("min", description="whether more or less is better")
+
+
+class OptimizerSection(Section):
+    """The optimizer; further keys are its arguments in torch."""
+
+    model_config = ConfigDict(extra="allow")
+    name: Literal["sgd", "adam", "adamw"] = Field(description="torch optimizer")
+    lr: float = Field(gt=0, description="base LR, tuned at lr.reference_batch_size")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Everything for the torch class."""
+        return {"lr": self.lr, **(self.model_extra or {})}
+
+
+class SchedulerSection(Section):
+    """A torch LR scheduler; further keys are its arguments, ``auto`` for the number of its steps."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field("none", description="class in torch.optim.lr_scheduler, or none")
+    unit: Literal["step", "epoch"] = Field("step", description="what the scheduler counts")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Everything for the torch class."""
+        return dict(self.model_extra or {})
+
+
+class DataSection(Section):
+    """Where rows come from, unless the task brings them."""
+
+    feed: Literal["auto", "indexed"] = Field("auto", description="how rows reach the workers")
+    shuffle: Literal["window", "full", "none"] = Field("window", description="order of the rows in a pass")
+    train: str | list[str] | None = Field(None, description="Parquet file, folder or URI")
+    validation: str | list[str] | None = Field(None, description="Parquet file, folder or URI")
+    features: str | list[str] | None = Field(None, description="columns a model reads")
+    label: str | None = Field(None, description="column a model predicts")
+
+    @property
+    def columns(self) -> list[str] | None:
+        """Columns to read, or ``None`` for all."""
+        if self.features is None:
+            return None
+        features = [self.features] if isinstance(self.features, str) else self.features
+        return [*features, *([self.label] if self.label else [])]
+
+
+class BatchSection(Section):
+    """The global batch size: rows per optimizer step over all workers."""
+
+    initial: Rows = Field(32, description="to begin with")
+    min: Rows = Field(8, description="never smaller")
+    max: Rows = Field(512, description="never larger")
+    decide_every: Literal["epoch"] = Field("epoch", description="when it may change")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> BatchSection:
+        if self.min > self.max:
+            raise ConfigError(f"min is {self.min} and max is {self.max}; allowed: min at most max")
+        if not self.min <= self.initial <= self.max:
+            raise ConfigError(f"initial is {self.initial}; allowed: {self.min} to {self.max} (min to max)")
+        return self
+
+
+class LRSection(Section):
+    """How the LR follows the batch size."""
+
+    rule: RuleName = Field("none", description="multiplier on the base LR as the batch changes")
+    warmup_epochs: float = Field(0.0, ge=0, description="passes over which the multiplier is phased in")
+    reference_batch_size: Rows | None = Field(None, description="batch the base LR was tuned for; batch.initial")
+    max_scale: float | None = Field(None, gt=0, description="cap on the multiplier")
+
+
+class MemorySection(Section):
+    """What memory may change."""
+
+    vote: Literal["accumulate", "shrink"] = Field(
+        "accumulate", description="high memory shrinks the micro-batch only, or may shrink the batch"
+    )
+    max_micro_batch_size: Rows | None = Field(None, description="most rows in one forward on one worker")
+
+
+class ClusterSection(Section):
+    """Workers and where they run."""
+
+    address: str | None = Field(None, description="a running cluster; RAY_ADDRESS, else a new local one")
+    num_workers: Annotated[int, Field(ge=1)] = Field(1, description="data-parallel workers")
+    use_gpu: Literal["auto"] | bool = Field("auto", description="one GPU per worker where there are enough")
+    resources_per_worker: dict[str, float] | None = Field(None, description="Ray resources; 1 CPU, less if few")
+    max_failures: int = Field(0, ge=-1, description="restarts of the worker group before giving up; -1: no limit")
+
+
+class EvaluateSection(Section):
+    """Validation."""
+
+    every: Literal["epoch"] = Field("epoch", description="when")
+    batch_size: Rows | None = Field(None, description="rows per worker and forward; twice the micro-batch")
+
+
+class CheckpointSection(Section):
+    """What is saved."""
+
+    every: Literal["epoch"] = Field("epoch", description="when")
+    num_to_keep: Annotated[int, Field(ge=1)] = Field(2, description="newest checkpoints to keep")
+
+
+def _default_guards() -> list[dict[str, Any]]:
+    return [{"name": "warmup_hold", "epochs": 2}, {"name": "cooldown", "decisions": 1}]
+
+
+class Config(Section):
+    """A whole run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][\w.-]*$", description="name of the run and its directory")
+    task: str = Field(description="import path of the task: pkg.module, or pkg.module:object")
+    task_args: dict[str, Any] = Field(default_factory=dict, description="what the task makes of it")
+    seed: int = Field(0, ge=0, description="seed of weights, row order and random numbers")
+    epochs: int = Field(ge=1, description="passes over the training rows")
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field("fp32", description="arithmetic of the forward")
+    metric: MetricSection = Field(default_factory=MetricSection)
+    optimizer: OptimizerSection
+    scheduler: SchedulerSection = Field(default_factory=SchedulerSection)
+    clip_grad_norm: float | None = Field(None, gt=0, description="largest gradient norm, measured before")
+    data: DataSection = Field(default_factory=DataSection)
+    batch: BatchSection = Field(default_factory=BatchSection)
+    policy: dict[str, Any] = Field(
+        default_factory=lambda: {"name": "threshold"}, description="a policy's name, or import path, and its keys"
+    )
+    guards: list[dict[str, Any]] = Field(default_factory=_default_guards, description="guards, in order")
+    lr: LRSection = Field(default_factory=LRSection)
+    memory: MemorySection = Field(default_factory=MemorySection)
+    cluster: ClusterSection = Field(default_factory=ClusterSection)
+    evaluate: EvaluateSection = Field(default_factory=EvaluateSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    out: str = Field("runs", description="folder or URI for run directories")
+
+    @model_validator(mode="after")
+    def _buildable(self) -> Config:
+        self.make_manager()
+        return self
+
+    @property
+    def reference_batch_size(self) -> int:
+        """The batch the base LR was tuned for."""
+        return self.lr.reference_batch_size or self.batch.initial
+
+    def make_manager(self, world_size: int = 1) -> DynamicBatchSizeManager:
+        """The manager this configuration describes, before its first decision.
+
+        Raises:
+            ConfigError: a policy or guard that does not exist or refuses its keys.
+        """
+        return DynamicBatchSizeManager(
+            self.batch.initial,
+            self.batch.max,
+            self.batch.min,
+            policy=build_policy(self.policy, memory_vote=self.memory.vote),
+            guards=build_guards(self.guards),
+            lr_rule=LR_RULES[self.lr.rule](),
+            reference_batch_size=self.lr.reference_batch_size,
+            max_lr_scale=self.lr.max_scale,
+            max_micro_batch_size=self.memory.max_micro_batch_size,
+            world_size=world_size,
+        )

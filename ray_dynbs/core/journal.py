@@ -1,0 +1,84 @@
+"""The decision journal: one JSON line per decision, and its replay through a fresh manager.
+
+The journal is written elsewhere; here is only what a line means. Lines of work lost to a roll-back
+stay in the file, told apart by their incarnation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ray_dynbs.core.decision import Decision
+from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.manager import DynamicBatchSizeManager
+
+
+def encode_line(decision: Decision) -> str:
+    """One line of ``decisions.jsonl`` without the newline; strict JSON, floats exact."""
+    return json.dumps(decision.to_record(), allow_nan=False)
+
+
+def decode_lines(text: str) -> list[Decision]:
+    """All decisions of a journal.
+
+    Raises:
+        ConfigError: a line that is no decision; names its number.
+    """
+    decisions = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            decisions.append(Decision.from_record(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"journal line {number} is not a decision: {error!r}") from error
+    return decisions
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A line whose replay came out differently."""
+
+    recorded: Decision
+    replayed: Decision
+
+
+def replay(
+    decisions: Iterable[Decision], make_manager: Callable[[], DynamicBatchSizeManager]
+) -> list[Mismatch]:
+    """Feed the recorded signals back and compare every decision, bit for bit.
+
+    A (re)start goes back to the state that the run had at the restored version, in whichever
+    incarnation that was last reached.
+
+    Args:
+        decisions: The journal, in file order.
+        make_manager: Builds the manager from the run's configuration.
+
+    Returns:
+        The lines that differ; empty when the journal reproduces.
+
+    Raises:
+        ConfigError: a restart from a version the journal does not have.
+    """
+    manager = make_manager()
+    states: dict[int, dict[str, Any]] = {0: manager.state_dict()}
+    mismatches = []
+    for recorded in decisions:
+        if recorded.signal is None:
+            if recorded.version not in states:
+                raise ConfigError(f"restart from version {recorded.version}; the journal has {sorted(states)}")
+            manager = make_manager()
+            manager.load_state_dict(states[recorded.version])
+            again = manager.start(
+                world_size=recorded.plan.world_size, incarnation=recorded.incarnation
+            )
+        else:
+            again = manager.decide(recorded.signal)
+        states[again.version] = manager.state_dict()
+        if again != recorded:
+            mismatches.append(Mismatch(recorded, again))
+    return mismatches

@@ -1,0 +1,40 @@
+"""How far a schedule counted in steps has come, when steps differ in size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ScheduleProgress:
+    """The step count a plain loop at the reference batch would have reached.
+
+    After ``rows_in_epoch`` rows of pass ``epoch`` the count is
+    ``epoch * S + ceil(rows_in_epoch / B_ref)`` with ``S = ceil(num_rows / B_ref)``: once per step at
+    the reference batch, as in a plain loop, and with any history of sizes the schedule ends where it
+    was planned to.
+
+    Attributes:
+        num_rows: Rows in one pass, at least 1.
+        reference_batch_size: Rows per step the schedule was planned with, at least 1.
+    """
+
+    num_rows: int
+    reference_batch_size: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """``S``: steps of one pass at the reference batch."""
+        return -(-self.num_rows // self.reference_batch_size)
+
+    def count(self, epoch: int, rows_in_epoch: int, skipped_rows: int = 0) -> int:
+        """Scheduler steps due.
+
+        Args:
+            epoch: Pass being trained, from 0.
+            rows_in_epoch: Rows of it used so far.
+            skipped_rows: Rows of steps the fp16 scaler skipped, in the whole run: they were used,
+                but do not advance the schedule.
+        """
+        done = epoch * self.steps_per_epoch - (-rows_in_epoch // self.reference_batch_size)
+        return done + (-skipped_rows // self.reference_batch_size)

@@ -1,0 +1,22 @@
+"""Warm-up of the LR scale: from the base LR to the scaled one."""
+
+from __future__ import annotations
+
+
+def warmed_scale(scale: float, epochs_seen: float, warmup_epochs: float) -> float:
+    """The multiplier in force at a moment of the warm-up (Goyal et al. 2017, section 2.2).
+
+    ``1 + (scale - 1) * min(1, epochs_seen / warmup_epochs)``, with the scale of the moment; without
+    warm-up it is ``scale`` itself, bit for bit.
+
+    Args:
+        scale: The rule's multiplier, > 0.
+        epochs_seen: Passes completed, fractions included, >= 0.
+        warmup_epochs: Length of the warm-up in passes, >= 0.
+
+    >>> [round(0.1 * warmed_scale(32, epoch, 5), 10) for epoch in (0, 1, 2.5, 5, 7)]
+    [0.1, 0.72, 1.65, 3.2, 3.2]
+    """
+    if epochs_seen >= warmup_epochs:
+        return scale
+    return 1.0 + (scale - 1.0) * (epochs_seen / warmup_epochs)

@@ -1,0 +1,273 @@
+"""The brain: turns signals into decisions. Pure, JSON-able, replayable.
+
+The same object serves a plain loop (``update_batch_size`` / ``get_current_batch_size``), the
+coordinator actor, the replay of a journal and the simulator.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray_dynbs.core.decision import Decision
+from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.guards import Clamp
+from ray_dynbs.core.guards.hold import hold
+from ray_dynbs.core.lr import LRRule, NoScaling
+from ray_dynbs.core.plan import BatchPlan
+from ray_dynbs.core.policies import Threshold
+from ray_dynbs.core.policy import Policy, Proposal, View, chain
+from ray_dynbs.core.signal import Signal
+
+KEPT_DECISIONS = 1_000
+MIN_FINITE_FRACTION = 0.5
+
+
+class DynamicBatchSizeManager:
+    """Decides the global batch size, once, for all ranks.
+
+    In a plain loop::
+
+        manager = DynamicBatchSizeManager(initial_batch_size=16)
+        for _ in range(num_steps):
+            size = manager.get_current_batch_size()
+            ...  # train on `size` rows
+            manager.update_batch_size(grad_norm, memory_usage)
+
+    By default the policy is ``threshold``, under which memory never changes the global batch; with
+    ``policy=Threshold(memory_vote="shrink", memory_grows=True)`` low memory grows it and high memory
+    shrinks it.
+
+    Args:
+        initial_batch_size: Global batch to begin with, rows.
+        max_batch_size: Largest global batch; 512, or ``initial_batch_size`` if that is larger.
+        min_batch_size: Smallest global batch; 8, or ``initial_batch_size`` if that is smaller.
+        policy: What proposes a size; ``Threshold()`` if left out.
+        guards: What may hold or limit a proposal, in order. The bounds are always enforced, last.
+        lr_rule: How the LR follows; not at all if left out.
+        reference_batch_size: The batch the base LR was tuned for; the initial one if left out.
+        max_lr_scale: Cap on the LR multiplier, or ``None``.
+        max_micro_batch_size: Most rows in one forward/backward on one rank, or ``None``.
+        world_size: Data-parallel ranks.
+
+    Raises:
+        ConfigError: a size below 1, a bound crossed, a cap not above 0.
+    """
+
+    def __init__(
+        self,
+        initial_batch_size: int = 32,
+        max_batch_size: int | None = None,
+        min_batch_size: int | None = None,
+        *,
+        policy: Policy | None = None,
+        guards: Sequence[Policy] = (),
+        lr_rule: LRRule | None = None,
+        reference_batch_size: int | None = None,
+        max_lr_scale: float | None = None,
+        max_micro_batch_size: int | None = None,
+        world_size: int = 1,
+    ) -> None:
+        smallest = min(8, initial_batch_size) if min_batch_size is None else min_batch_size
+        largest = max(512, initial_batch_size) if max_batch_size is None else max_batch_size
+        _check_sizes(initial_batch_size, smallest, largest, reference_batch_size, max_micro_batch_size)
+        if max_lr_scale is not None and not max_lr_scale > 0:
+            raise ConfigError(f"max_lr_scale is {max_lr_scale}; allowed: > 0")
+        self.min_batch_size, self.max_batch_size = smallest, largest
+        self._policy = chain(policy or Threshold(), *guards, Clamp(min=smallest, max=largest))
+        self._lr_rule = lr_rule or NoScaling()
+        self._max_lr_scale = max_lr_scale
+        self._reference = reference_batch_size or initial_batch_size
+        self._max_micro_batch_size = max_micro_batch_size
+        self._micro_ceiling = max_micro_batch_size
+        self._plan = BatchPlan.fit(initial_batch_size, world_size, self._micro_ceiling)
+        self._policy_state = self._policy.init(self._plan)
+        self._incarnation = self._version = 0
+        self._epoch = self._step = self._samples_seen = 0
+        self._changed_at: tuple[int, int] | None = None
+        self._note = ""
+        self.decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
+        self.batch_size_history: list[int] = []
+
+    # -- the plain-loop API --------------------------------------------------------------------
+
+    def get_current_batch_size(self) -> int:
+        """The global batch size in force, rows."""
+        return self._plan.global_batch_size
+
+    def update_batch_size(self, grad_norm: float, memory_usage: float | None = None) -> int:
+        """Decide from one step's gradient norm and memory fraction; returns the size from now on.
+
+        Args:
+            grad_norm: L2 norm of the step's mean gradient, before clipping. NaN or inf holds.
+            memory_usage: Memory in use over memory there is, in [0, 1], or ``None`` if unknown.
+        """
+        rows = self._plan.global_batch_size
+        signal = Signal.measured(
+            epochs_seen=0.0,
+            step=self._step + 1,
+            samples_seen=self._samples_seen + rows,
+            plan_version=self._version,
+            world_size=self._plan.world_size,
+            num_steps=1,
+            num_finite_steps=1,
+            rows=rows,
+            grad_norm=grad_norm,
+            memory_fraction=memory_usage,
+        )
+        return self.decide(signal).plan.global_batch_size
+
+    # -- the coordinator's API -----------------------------------------------------------------
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The plan in force."""
+        return self._plan
+
+    @property
+    def version(self) -> int:
+        """Decisions made in the run's history."""
+        return self._version
+
+    def start(self, *, world_size: int, incarnation: int = 0) -> Decision:
+        """A (re)start: the global batch as it was, cut for the workers there are now.
+
+        Raises:
+            ConfigError: ``world_size`` below 1.
+        """
+        self._incarnation = incarnation
+        wanted = self._plan.global_batch_size
+        size = max(self.min_batch_size, min(self.max_batch_size, wanted))
+        reason = f"start with {world_size} ranks"
+        if incarnation or self._version:
+            reason = f"restart from version {self._version} with {world_size} ranks"
+        if size != wanted:
+            reason += f"; {wanted} -> {size} (bounds {self.min_batch_size} to {self.max_batch_size})"
+        self._plan = BatchPlan.fit(size, world_size, self._micro_ceiling)
+        reason, self._note = reason + self._note, ""
+        return self._decision((reason,), None)
+
+    def decide(self, signal: Signal) -> Decision:
+        """Make one decision. A signal measured under another plan holds, and says so."""
+        proposal = Proposal(self._plan.global_batch_size, self._micro_ceiling)
+        if signal.plan_version != self._version:
+            reason = f"stale signal (measured under version {signal.plan_version}, now {self._version}): hold"
+            proposal = proposal.because(reason)
+        else:
+            proposal = self._propose(proposal, signal)
+        self._epoch, self._step, self._samples_seen = signal.epoch, signal.step, signal.samples_seen
+        self._apply(proposal)
+        decision = self._decision(proposal.reasons, signal)
+        self.decisions.append(decision)
+        self.batch_size_history.append(decision.plan.global_batch_size)
+        return decision
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a later process needs to go on exactly: JSON-able, without the history."""
+        return {
+            "global_batch_size": self._plan.global_batch_size,
+            "micro_ceiling": self._micro_ceiling,
+            "world_size": self._plan.world_size,
+            "incarnation": self._incarnation,
+            "version": self._version,
+            "epoch": self._epoch,
+            "step": self._step,
+            "samples_seen": self._samples_seen,
+            "changed_at": list(self._changed_at) if self._changed_at else None,
+            "pieces": self._piece_names,
+            "policy_state": self._policy_state,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; this manager's own bounds, caps and rules apply to it.
+
+        Where the state was saved under another chain of policy and guards, their memory starts anew
+        (sizes and counts are kept), and the next :meth:`start` says so.
+
+        Raises:
+            ConfigError: the state is not one of :meth:`state_dict`.
+        """
+        try:
+            ceilings = [c for c in (state["micro_ceiling"], self._max_micro_batch_size) if c is not None]
+            self._micro_ceiling = min(ceilings) if ceilings else None
+            self._plan = BatchPlan.fit(state["global_batch_size"], state["world_size"], self._micro_ceiling)
+            self._incarnation, self._version = state["incarnation"], state["version"]
+            self._epoch, self._step = state["epoch"], state["step"]
+            self._samples_seen = state["samples_seen"]
+            changed = state["changed_at"]
+            self._changed_at = (changed[0], changed[1]) if changed else None
+            same = state["pieces"] == self._piece_names
+            self._policy_state = state["policy_state"] if same else self._policy.init(self._plan)
+            self._note = "" if same else f"; policy state of {state['pieces']} dropped"
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"not a manager state: {error!r} in {dict(state)}") from error
+
+    @property
+    def _piece_names(self) -> list[str]:
+        return [type(piece).__name__ for piece in self._policy.pieces]
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _propose(self, proposal: Proposal, signal: Signal) -> Proposal:
+        changed_version, changed_step = self._changed_at or (None, 0)
+        view = View(
+            signal=signal,
+            plan=self._plan,
+            decisions_since_change=None if changed_version is None else self._version - changed_version,
+            steps_since_change=signal.step - changed_step,
+        )
+        proposal, self._policy_state = self._policy.update(proposal, self._policy_state, view)
+        doubt = _unreliable(signal)
+        if doubt and proposal.global_batch_size > self._plan.global_batch_size:
+            return hold(proposal, view, f"{doubt}: no growth")
+        return proposal
+
+    def _apply(self, proposal: Proposal) -> None:
+        self._version += 1
+        if proposal.global_batch_size != self._plan.global_batch_size:
+            self._changed_at = (self._version, self._step)
+        self._micro_ceiling = proposal.micro_ceiling
+        self._plan = BatchPlan.fit(proposal.global_batch_size, self._plan.world_size, self._micro_ceiling)
+
+    def _decision(self, reasons: tuple[str, ...], signal: Signal | None) -> Decision:
+        scale = self._lr_rule.scale(self._plan.global_batch_size / self._reference)
+        if self._max_lr_scale is not None and scale > self._max_lr_scale:
+            reasons = (*reasons, f"lr_scale {scale:g} -> {self._max_lr_scale:g} (max_scale)")
+            scale = self._max_lr_scale
+        return Decision(
+            incarnation=self._incarnation,
+            version=self._version,
+            epoch=self._epoch,
+            step=self._step,
+            samples_seen=self._samples_seen,
+            plan=self._plan,
+            lr_scale=scale,
+            reasons=reasons,
+            signal=signal,
+        )
+
+
+def _unreliable(signal: Signal) -> str | None:
+    """Why a signal must not grow the batch, whatever a policy made of it."""
+    if signal.num_finite_steps < 1:
+        return f"no finite step among {signal.num_steps}"
+    if signal.num_finite_steps < MIN_FINITE_FRACTION * signal.num_steps:
+        return f"only {signal.num_finite_steps} of {signal.num_steps} steps were finite"
+    for name in ("grad_norm", "train_loss", "val_loss"):
+        if name in dict(signal.missing):
+            return f"{name} is {signal.why_missing(name)}"
+    return None
+
+
+def _check_sizes(
+    initial: int, smallest: int, largest: int, reference: int | None, micro: int | None
+) -> None:
+    sizes = {"min": smallest, "initial": initial, "max": largest, "reference": reference, "micro": micro}
+    for name, size in sizes.items():
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ConfigError(f"{name} batch size is {size!r}; allowed: a whole number of at least 1")
+    if smallest > largest:
+        raise ConfigError(f"batch min is {smallest} and max is {largest}; allowed: min at most max")
+    if not smallest <= initial <= largest:
+        raise ConfigError(f"initial batch size is {initial}; allowed: {smallest} to {largest} (min to max)")

@@ -1,0 +1,124 @@
+"""``threshold``: two limits on the gradient norm, two on memory, one move of a factor two.
+
+The well-known sketch (halve above a norm of 10, double below 0.1, likewise for memory), repaired:
+votes are combined before anything moves, so that two rules cannot cancel each other; a shrink vote
+wins; memory by default changes the micro-batch and never the global batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.keys import Key, check_ranges
+from ray_dynbs.core.plan import BatchPlan
+from ray_dynbs.core.policy import Proposal, State, View
+
+MemoryVote = Literal["accumulate", "shrink"]
+Vote = tuple[int, str]
+"""-1 shrink, 0 hold, +1 grow; and the reason in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threshold:
+    """Votes of the gradient norm and of memory; any shrink vote wins.
+
+    Absolute thresholds only fire where they bracket the model's own norms: look at ``grad_norm`` in
+    ``epochs.parquet`` of a ``fixed`` run before choosing them.
+
+    Raises:
+        ConfigError: a threshold out of range, a low one not below its high one, or
+            ``memory_grows`` where memory has no vote.
+    """
+
+    grad_norm_high: Annotated[float, Key("mean gradient norm above which the batch halves", gt=0)] = 10.0
+    grad_norm_low: Annotated[float, Key("mean gradient norm below which the batch doubles", ge=0)] = 0.1
+    memory_high: Annotated[
+        float, Key("memory fraction above which the micro-batch halves (the batch, under vote: shrink)", gt=0, le=1)
+    ] = 0.8
+    memory_low: Annotated[
+        float, Key("under memory.vote: shrink, the batch grows only below this memory fraction", ge=0, le=1)
+    ] = 0.4
+    memory_grows: Annotated[
+        bool, Key("under memory.vote: shrink, memory below memory_low is a vote to grow of its own")
+    ] = False
+    memory_vote: MemoryVote = "accumulate"
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        for low, high in (("grad_norm_low", "grad_norm_high"), ("memory_low", "memory_high")):
+            if not getattr(self, low) < getattr(self, high):
+                raise ConfigError(
+                    f"threshold: {low} is {getattr(self, low)} and {high} is {getattr(self, high)}; "
+                    f"allowed: {low} below {high}"
+                )
+        if self.memory_vote not in ("accumulate", "shrink"):
+            raise ConfigError(f"memory.vote is {self.memory_vote!r}; allowed: accumulate, shrink")
+        if self.memory_grows and self.memory_vote != "shrink":
+            raise ConfigError("threshold: memory_grows is true; allowed only with memory.vote: shrink")
+
+    def init(self, plan: BatchPlan) -> State:
+        """No halving of the micro-batch so far."""
+        return None
+
+    def update(self, proposal: Proposal, state: State, view: View) -> tuple[Proposal, State]:
+        """Move the global batch by at most a factor of two; under ``accumulate`` also the micro-batch."""
+        gradient = self._gradient_vote(view)
+        if self.memory_vote == "accumulate":
+            proposal = _move(proposal, view, gradient[0], gradient[1])
+            return self._accumulate(proposal, state, view)
+        memory = self._memory_vote(view)
+        reason = f"{gradient[1]}; {memory[1]}"
+        vote = self._combine(gradient[0], memory[0], view.signal.memory_fraction)
+        return _move(proposal, view, vote, reason), state
+
+    def _gradient_vote(self, view: View) -> Vote:
+        norm = view.signal.grad_norm
+        if norm is None:
+            return 0, f"grad_norm {view.signal.why_missing('grad_norm')}: hold"
+        if norm > self.grad_norm_high:
+            return -1, f"grad_norm {norm:.4g} > {self.grad_norm_high:g}: shrink"
+        if norm < self.grad_norm_low:
+            return 1, f"grad_norm {norm:.4g} < {self.grad_norm_low:g}: grow"
+        return 0, f"grad_norm {norm:.4g} within [{self.grad_norm_low:g}, {self.grad_norm_high:g}]: hold"
+
+    def _memory_vote(self, view: View) -> Vote:
+        used = view.signal.memory_fraction
+        if used is None:
+            return 0, f"memory {view.signal.why_missing('memory_fraction')}: no growth"
+        if used > self.memory_high:
+            return -1, f"memory {used:.2f} > {self.memory_high:g}: shrink"
+        if used < self.memory_low:
+            return int(self.memory_grows), f"memory {used:.2f} < {self.memory_low:g}: growth allowed"
+        return 0, f"memory {used:.2f} within [{self.memory_low:g}, {self.memory_high:g}]: no growth"
+
+    def _combine(self, gradient: int, memory: int, used: float | None) -> int:
+        if min(gradient, memory) < 0:
+            return -1
+        room = used is not None and used < self.memory_low
+        return int(room and max(gradient, memory) > 0)
+
+    def _accumulate(self, proposal: Proposal, state: State, view: View) -> tuple[Proposal, State]:
+        """Halve the micro-batch while memory is high and halving it helps.
+
+        The state is the memory fraction at the last halving: where halving did not lower it, what
+        fills the memory is not the micro-batch, and halving again would only cost speed.
+        """
+        used, micro = view.signal.memory_fraction, view.plan.micro_batch_size
+        if used is None or used <= self.memory_high:
+            return proposal, None
+        high = f"memory {used:.2f} > {self.memory_high:g}"
+        if state is not None and used >= state:
+            return proposal.because(f"{high}, but halving the micro-batch did not lower it: kept"), state
+        if micro == 1:
+            return proposal.because(f"{high}, but the micro-batch is 1 already: kept"), state
+        half = -(-micro // 2)
+        return proposal.because(f"{high}: micro-batch {micro} -> {half}", micro_ceiling=half), used
+
+
+def _move(proposal: Proposal, view: View, vote: int, reason: str) -> Proposal:
+    """Apply one combined vote: a factor of two up or down from the plan in use."""
+    size = view.plan.global_batch_size
+    moved = {-1: max(size // 2, 1), 0: proposal.global_batch_size, 1: size * 2}[vote]
+    return proposal.because(reason, global_batch_size=moved)

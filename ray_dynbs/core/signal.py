@@ -1,0 +1,87 @@
+"""What the workers measured since the last decision: frozen numbers, safe to log and to replay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal:
+    """The measurements one decision is made from.
+
+    Measured quantities are ``None`` where there is no finite number; ``missing`` says why. Build
+    one with :meth:`measured`, which enforces that.
+
+    Attributes:
+        epoch: The pass being trained, from 0.
+        epochs_seen: Passes completed so far, fractions included.
+        step: Optimizer steps in the run so far.
+        samples_seen: Rows used in the run so far.
+        plan_version: Version of the decision under which this was measured.
+        world_size: Ranks that measured.
+        num_steps: Optimizer steps since the last decision.
+        num_finite_steps: Those of them whose gradient was finite.
+        rows: Rows used since the last decision.
+        grad_norm: Mean L2 norm of the step's mean gradient over the finite steps, before clipping.
+        train_loss: Sum of losses over sum of weights since the last decision.
+        val_loss: The same over the validation rows.
+        val_metric: The configured metric over the validation rows.
+        memory_fraction: Memory in use over memory there is, on the worst rank, in [0, 1].
+        step_time_s: Mean seconds per optimizer step, on the slowest rank.
+        missing: Names of measured quantities without a finite number, and the reason.
+    """
+
+    epoch: int = 0
+    epochs_seen: float = 0.0
+    step: int = 0
+    samples_seen: int = 0
+    plan_version: int = 0
+    world_size: int = 1
+    num_steps: int = 0
+    num_finite_steps: int = 0
+    rows: int = 0
+    grad_norm: float | None = None
+    train_loss: float | None = None
+    val_loss: float | None = None
+    val_metric: float | None = None
+    memory_fraction: float | None = None
+    step_time_s: float | None = None
+    missing: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def measured(cls, **numbers: Any) -> Signal:
+        """A signal with every non-finite measurement replaced by ``None`` and its reason.
+
+        >>> Signal.measured(grad_norm=float("nan")).missing
+        (('grad_norm', 'nan'),)
+        """
+        missing = []
+        for name in _MEASURED:
+            value = numbers.get(name)
+            if value is not None and not math.isfinite(value):
+                missing.append((name, str(float(value))))
+                numbers[name] = None
+        return cls(**numbers, missing=tuple(missing))
+
+    def why_missing(self, name: str) -> str:
+        """The reason a measurement is absent, for a decision's reasons."""
+        return dict(self.missing).get(name, "not measured")
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able dictionary; ``missing`` becomes an object."""
+        return {**asdict(self), "missing": dict(self.missing)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Signal:
+        """The inverse of :meth:`to_json`, exact for every float.
+
+        Raises:
+            TypeError: an unknown field.
+        """
+        return cls(**{**data, "missing": tuple((data.get("missing") or {}).items())})
+
+
+_MEASURED = ("grad_norm", "train_loss", "val_loss", "val_metric", "memory_fraction", "step_time_s")

@@ -1,0 +1,185 @@
+"""A run's directory on any pyarrow filesystem: a local folder or a bucket.
+
+Nothing is appended in place. Files are replaced as a whole: on file systems through a temporary name
+and a rename, on object stores by one upload, which is visible only when it is complete.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from ray_dynbs.core.errors import ConfigError
+
+CONFIG = "config.yaml"
+DECISIONS = "decisions.jsonl"
+EPOCHS = "epochs.parquet"
+MODEL = "model.pt"
+CHECKPOINTS = "checkpoints"
+
+EPOCH_SCHEMA = pa.schema(
+    [
+        ("epoch", pa.int64()),
+        ("incarnation", pa.int64()),
+        ("global_batch_size", pa.int64()),
+        ("micro_batch_size", pa.int64()),
+        ("grad_accum_steps", pa.int64()),
+        ("world_size", pa.int64()),
+        ("steps", pa.int64()),
+        ("rows", pa.int64()),
+        ("lr", pa.float64()),
+        ("lr_scale", pa.float64()),
+        ("train_loss", pa.float64()),
+        ("val_loss", pa.float64()),
+        ("val_metric", pa.float64()),
+        ("grad_norm", pa.float64()),
+        ("noise_scale", pa.float64()),
+        ("memory_fraction", pa.float64()),
+        ("samples_per_s", pa.float64()),
+        ("epoch_time_s", pa.float64()),
+    ]
+)
+_OBJECT_STORES = ("s3", "gcs", "abfs")
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """One run's directory.
+
+    Attributes:
+        uri: As the user would write it: a path or a URI.
+    """
+
+    uri: str
+
+    @classmethod
+    def create(cls, out: str, name: str) -> RunDirectory:
+        """A new directory ``<out>/<name>``, with a number appended where that exists already.
+
+        Raises:
+            ConfigError: ``out`` cannot be written.
+        """
+        number = 1 + max((number for number, _ in cls._existing(out, name)), default=0)
+        run = cls(_join(out, name if number == 1 else f"{name}-{number}"))
+        filesystem, path = run._resolve()
+        try:
+            filesystem.create_dir(path, recursive=True)
+            run.write_text(".writable", "")
+            filesystem.delete_file(f"{path}/.writable")
+        except OSError as error:
+            raise ConfigError(f"out: cannot write to {run.uri}: {error}") from error
+        return run
+
+    @classmethod
+    def newest(cls, out: str, name: str) -> RunDirectory:
+        """The run of this name with the highest number.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        existing = cls._existing(out, name)
+        if not existing:
+            raise ConfigError(f"--resume: no run named {name!r} in {out!r}; start one without --resume")
+        return max(existing, key=lambda item: item[0])[1]
+
+    @classmethod
+    def open(cls, uri: str) -> RunDirectory:
+        """An existing run.
+
+        Raises:
+            ConfigError: it holds no ``config.yaml``.
+        """
+        run = cls(uri.rstrip("/"))
+        if not run.exists(CONFIG):
+            raise ConfigError(f"{uri}: not a run directory (it has no {CONFIG})")
+        return run
+
+    @classmethod
+    def _existing(cls, out: str, name: str) -> list[tuple[int, RunDirectory]]:
+        filesystem, path = _resolve(out)
+        entries = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
+        found = []
+        for entry in entries:
+            match = re.fullmatch(re.escape(name) + r"(?:-(\d+))?", entry.base_name)
+            if match and entry.type == pafs.FileType.Directory:
+                found.append((int(match[1] or 1), cls(_join(out, entry.base_name))))
+        return found
+
+    @property
+    def name(self) -> str:
+        """Its last path component."""
+        return self.uri.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def absolute_uri(self) -> str:
+        """The same directory, whatever the working directory."""
+        return self.uri if "://" in self.uri else self._resolve()[1]
+
+    def exists(self, file: str) -> bool:
+        """Whether a file or folder of the run exists."""
+        filesystem, path = self._resolve()
+        return bool(filesystem.get_file_info(f"{path}/{file}").type != pafs.FileType.NotFound)
+
+    def read_text(self, file: str) -> str:
+        """A text file of the run; empty where it does not exist yet."""
+        if not self.exists(file):
+            return ""
+        filesystem, path = self._resolve()
+        with filesystem.open_input_stream(f"{path}/{file}") as stream:
+            return bytes(stream.read()).decode()
+
+    def write_text(self, file: str, text: str) -> None:
+        """Replace a text file."""
+        self.write_bytes(file, text.encode())
+
+    def write_bytes(self, file: str, data: bytes) -> None:
+        """Replace a file as a whole: a reader sees the old or the new one."""
+        filesystem, path = self._resolve()
+        target = f"{path}/{file}"
+        direct = filesystem.type_name in _OBJECT_STORES
+        with filesystem.open_output_stream(target if direct else f"{target}.tmp") as stream:
+            stream.write(data)
+        if not direct:
+            filesystem.move(f"{target}.tmp", target)
+
+    def read_epochs(self) -> list[dict[str, Any]]:
+        """The rows of ``epochs.parquet``; none where it does not exist yet."""
+        if not self.exists(EPOCHS):
+            return []
+        filesystem, path = self._resolve()
+        rows: list[dict[str, Any]] = pq.read_table(f"{path}/{EPOCHS}", filesystem=filesystem).to_pylist()
+        return rows
+
+    def write_epochs(self, rows: list[dict[str, Any]]) -> None:
+        """Replace ``epochs.parquet``."""
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(rows, schema=EPOCH_SCHEMA), sink)
+        self.write_bytes(EPOCHS, sink.getvalue().to_pybytes())
+
+    def _resolve(self) -> tuple[pafs.FileSystem, str]:
+        return _resolve(self.uri)
+
+
+def _join(out: str, name: str) -> str:
+    return f"{out.rstrip('/')}/{name}"
+
+
+def _resolve(uri: str) -> tuple[pafs.FileSystem, str]:
+    """Filesystem and path of a URI or local path.
+
+    Raises:
+        ConfigError: a scheme pyarrow does not know.
+    """
+    if "://" not in uri:
+        return pafs.LocalFileSystem(), Path(uri).expanduser().absolute().as_posix()
+    try:
+        filesystem, path = pafs.FileSystem.from_uri(uri)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ConfigError(f"{uri}: {error}") from error
+    return filesystem, path.rstrip("/")

@@ -1,0 +1,1 @@
+"""Ready-made training tasks, and how a task is found."""

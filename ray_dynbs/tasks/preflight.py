@@ -1,0 +1,65 @@
+"""Everything that can be found wrong before Ray starts, and everything worth a warning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ray_dynbs.config import Config
+from ray_dynbs.core.lr import LR_RULES
+from ray_dynbs.tasks.loading import load_task
+from ray_dynbs.tasks.sources import Source, count_rows, resolve_sources
+from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What a run will work on.
+
+    Attributes:
+        sources: Split -> where its rows come from.
+        rows: Split -> rows, ``None`` where only a running pipeline can tell.
+        warnings: One line each.
+    """
+
+    sources: dict[str, Source]
+    rows: dict[str, int | None]
+    warnings: tuple[str, ...]
+
+
+def preflight(config: Config) -> Preflight:
+    """Check task, data, optimizer and scheduler of a configuration.
+
+    Raises:
+        ConfigError: anything that would keep the run from training; one line.
+    """
+    task = load_task(config.task)
+    sources = resolve_sources(config, task)
+    rows = {split: count_rows(split, source, config.data.columns) for split, source in sources.items()}
+    _check_optimizer(config, task)
+    return Preflight(sources, rows, tuple(_warnings(config, rows)))
+
+
+def _check_optimizer(config: Config, task: Any) -> None:
+    """Build the configured optimizer and scheduler once, on a single number."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    if hasattr(task, "build_optimizer"):
+        return
+    optimizer = build_optimizer(config.optimizer.name, [weight], config.optimizer.arguments)
+    if not hasattr(task, "build_scheduler"):
+        build_scheduler(config.scheduler.name, optimizer, config.scheduler.arguments, planned_steps=1_000)
+
+
+def _warnings(config: Config, rows: dict[str, int | None]) -> list[str]:
+    found = []
+    doubt = LR_RULES[config.lr.rule]().doubt(config.optimizer.name)
+    if doubt:
+        found.append(doubt)
+    train = rows.get("train")
+    if train is not None and config.batch.initial > train:
+        found.append(f"batch.initial is {config.batch.initial}, but there are {train} rows: one step per epoch")
+    if config.metric.name != "loss" and rows.keys() == {"train"}:
+        found.append(f"metric {config.metric.name!r} needs validation data; model.pt will be the last epoch's")
+    return found

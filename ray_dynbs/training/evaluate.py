@@ -1,0 +1,65 @@
+"""Loss and metrics over the validation rows, every row once, summed over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from ray_dynbs.training.columns import TensorBatch
+from ray_dynbs.training.precision import MixedPrecision
+from ray_dynbs.training.step import LossFn
+from ray_dynbs.training.world import World
+
+Sums = Mapping[str, "torch.Tensor | float | tuple[torch.Tensor | float, torch.Tensor | float]"]
+MetricsFn = Callable[[TensorBatch], Sums]
+"""Batch -> name -> sum over its rows, or (sum, weight) where the mean is not over rows."""
+
+
+def evaluate(
+    model: torch.nn.Module,
+    batches: Iterable[TensorBatch],
+    loss_fn: LossFn,
+    metrics_fn: MetricsFn | None,
+    world: World,
+    precision: MixedPrecision,
+) -> dict[str, float]:
+    """Mean loss and metrics over all ranks' batches; the model's mode is put back afterwards.
+
+    Returns:
+        ``loss`` and every metric; NaN where there was no weight at all.
+    """
+    sums: dict[str, torch.Tensor] = {}
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), precision.autocast():
+            for batch in batches:
+                rows = len(next(iter(batch.values())))
+                _add(sums, "loss", loss_fn(batch), world.device)
+                for name, value in (metrics_fn(batch) if metrics_fn else {}).items():
+                    _add(sums, name, value if isinstance(value, tuple) else (value, rows), world.device)
+    finally:
+        model.train(was_training)
+    return _means(sums, world)
+
+
+def _add(
+    sums: dict[str, torch.Tensor],
+    name: str,
+    value: tuple[torch.Tensor | float, torch.Tensor | float],
+    device: torch.device,
+) -> None:
+    pair = torch.stack([torch.as_tensor(v, device=device).double() for v in value])
+    sums[name] = sums[name] + pair if name in sums else pair
+
+
+def _means(sums: dict[str, torch.Tensor], world: World) -> dict[str, float]:
+    """One reduction for all names. A rank without rows learns the names from rank 0, which has the
+    largest share."""
+    names = world.broadcast_object(list(sums))
+    if not names:
+        return {}
+    zero = torch.zeros(2, dtype=torch.float64, device=world.device)
+    table = world.sum_(torch.stack([sums.get(name, zero) for name in names]))
+    return {name: (s / w if w else float("nan")) for name, (s, w) in zip(names, table.tolist(), strict=True)}

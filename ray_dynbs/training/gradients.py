@@ -1,0 +1,88 @@
+"""All gradients of a model in one flat buffer, so that a step needs one reduction.
+
+``p.grad`` of every trainable parameter is a view into the buffer: backward accumulates straight
+into it, nothing is copied, and reduction, norm and clipping are each one operation. Two extra
+elements at the end carry the step's loss sum and weight through the same all-reduce.
+
+The reduction is explicit instead of DistributedDataParallel's hooks: ranks may hold different
+numbers of micro-batches, or none, and no collective is open while a forward or backward runs. It
+costs the overlap of communication and computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.training.world import World
+
+TAIL = 2
+"""Elements behind the gradients: loss sum, weight."""
+
+
+class FlatGradients:
+    """The gradients of one step, of all trainable parameters.
+
+    Args:
+        parameters: The model's parameters; frozen ones are ignored. All trainable ones must share
+            one device and one floating dtype of at least 32 bits.
+
+    Raises:
+        ConfigError: no trainable parameter, or several devices or dtypes.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        kinds = sorted({f"{p.dtype} on {p.device}" for p in self.parameters})
+        if len(kinds) != 1:
+            raise ConfigError(f"trainable parameters are {kinds or 'none'}; allowed: one dtype on one device")
+        first = self.parameters[0]
+        if first.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(
+                f"trainable parameters are {first.dtype}; allowed: float32 or float64 (for half "
+                "precision keep float32 weights and set precision: bf16 or fp16)"
+            )
+        num_params = sum(p.numel() for p in self.parameters)
+        self._buffer = torch.zeros(num_params + TAIL, dtype=first.dtype, device=first.device)
+        self.flat = self._buffer[:num_params]
+        self._tail = self._buffer[num_params:]
+        self._views = []
+        offset = 0
+        for p in self.parameters:
+            self._views.append(self.flat[offset : offset + p.numel()].view_as(p))
+            offset += p.numel()
+
+    def zero(self) -> None:
+        """Start a step: everything zero, ``p.grad`` attached to the buffer again if it was replaced."""
+        self._buffer.zero_()
+        for p, view in zip(self.parameters, self._views, strict=True):
+            if p.grad is not view:
+                p.grad = view
+
+    def add_loss(self, loss_sum: torch.Tensor, weight: torch.Tensor | float) -> None:
+        """Add one micro-batch's loss sum and weight; no host synchronisation."""
+        self._tail[0] += loss_sum.detach()
+        self._tail[1] += weight
+
+    def reduce(self, world: World) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum over ranks: gradients, loss and weight in one all-reduce.
+
+        Returns:
+            Loss sum and weight of the whole step, each a scalar tensor on the device.
+        """
+        world.sum_(self._buffer)
+        return self._tail[0].clone(), self._tail[1].clone()
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply every gradient by a scalar tensor."""
+        self.flat.mul_(factor)
+
+    def norm(self) -> torch.Tensor:
+        """L2 norm of the gradients, a scalar tensor."""
+        return torch.linalg.vector_norm(self.flat)
+
+    def clip(self, norm: torch.Tensor, max_norm: float) -> None:
+        """Scale down to ``max_norm`` where ``norm`` exceeds it, as ``clip_grad_norm_`` does."""
+        self.flat.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))

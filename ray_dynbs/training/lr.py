@@ -1,0 +1,120 @@
+"""The LR: scaled around the optimizer step and restored, and the user's torch scheduler advanced.
+
+Schedulers never see the scale: they read and write the base LR, before and after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.lr import ScheduleProgress
+
+
+@contextlib.contextmanager
+def scaled_lr(optimizer: torch.optim.Optimizer, scale: float) -> Iterator[None]:
+    """Multiply every group's LR by ``scale`` inside the block, and put the exact old value back.
+
+    An LR held in a tensor is changed in place, so that captured or compiled optimizers see it.
+    """
+    if scale == 1.0:
+        yield
+        return
+    saved = [_copy(group["lr"]) for group in optimizer.param_groups]
+    for group, base in zip(optimizer.param_groups, saved, strict=True):
+        _set_lr(group, base * scale)
+    try:
+        yield
+    finally:
+        for group, base in zip(optimizer.param_groups, saved, strict=True):
+            _set_lr(group, base)
+
+
+def _copy(lr: float | torch.Tensor) -> float | torch.Tensor:
+    return lr.clone() if isinstance(lr, torch.Tensor) else lr
+
+
+def _set_lr(group: dict[str, Any], lr: float | torch.Tensor) -> None:
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].copy_(lr)
+    else:
+        group["lr"] = lr
+
+
+def base_lr(optimizer: torch.optim.Optimizer) -> float:
+    """The first group's LR without any batch scale."""
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def scheduler_class(name: str) -> type[lr_scheduler.LRScheduler]:
+    """A scheduler of ``torch.optim.lr_scheduler`` by its class name.
+
+    Raises:
+        ConfigError: no such scheduler; names those there are.
+    """
+    found = {
+        key: value
+        for key, value in vars(lr_scheduler).items()
+        if inspect.isclass(value) and issubclass(value, lr_scheduler.LRScheduler) and not key.startswith("_")
+    }
+    if name not in found:
+        raise ConfigError(f"scheduler.name is {name!r}; allowed: none, {', '.join(sorted(found))}")
+    return found[name]
+
+
+class Schedule:
+    """A torch scheduler driven by rows instead of by steps, or by epochs.
+
+    Args:
+        scheduler: The user's scheduler, or ``None``.
+        progress: How many scheduler steps are due after how many rows.
+        per_epoch: Step once per epoch instead. ``ReduceLROnPlateau`` always is.
+    """
+
+    def __init__(
+        self,
+        scheduler: lr_scheduler.LRScheduler | None,
+        progress: ScheduleProgress,
+        *,
+        per_epoch: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self._progress = progress
+        self._needs_loss = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+        self._per_epoch = per_epoch or self._needs_loss
+        self._count = 0
+
+    def after_step(self, epoch: int, rows_in_epoch: int, skipped_rows: int) -> None:
+        """Catch up with the rows used so far; steps of any size advance it to the same place."""
+        if self.scheduler is None or self._per_epoch:
+            return
+        due = self._progress.count(epoch, rows_in_epoch, skipped_rows)
+        while self._count < due:
+            self.scheduler.step()
+            self._count += 1
+
+    def after_epoch(self, loss: float | None) -> None:
+        """One step of a per-epoch scheduler; ``loss`` is what ``ReduceLROnPlateau`` watches."""
+        if self.scheduler is None or not self._per_epoch:
+            return
+        if not self._needs_loss:
+            self.scheduler.step()
+        elif loss is not None:
+            self.scheduler.step(loss)  # type: ignore[arg-type]  # torch types it as an epoch number
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's state and the count of steps given to it."""
+        inner = self.scheduler.state_dict() if self.scheduler is not None else None
+        return {"count": self._count, "scheduler": inner}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore both."""
+        self._count = state["count"]
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])

@@ -1,0 +1,75 @@
+"""Optimizers and schedulers by name, for configurations."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.training.lr import scheduler_class
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+_WHOLE_RUN = ("T_max", "total_steps", "total_iters")
+
+
+def build_optimizer(
+    name: str, parameters: Iterable[torch.nn.Parameter], arguments: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """An optimizer over the trainable parameters.
+
+    Raises:
+        ConfigError: an argument that this optimizer does not take, or a value it refuses.
+    """
+    kind = OPTIMIZERS[name]
+    check_arguments(f"optimizer ({name})", kind, arguments)
+    trainable = [p for p in parameters if p.requires_grad]
+    try:
+        return kind(trainable, **arguments)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"optimizer ({name}): {error}") from error
+
+
+def build_scheduler(
+    name: str, optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any], planned_steps: int
+) -> lr_scheduler.LRScheduler | None:
+    """A torch scheduler, or ``None`` for ``none``.
+
+    Args:
+        name: Class name in ``torch.optim.lr_scheduler``.
+        optimizer: What it drives.
+        arguments: Its arguments; the value ``auto`` stands for ``planned_steps``.
+        planned_steps: Scheduler steps in the whole run, in the unit the scheduler counts.
+
+    Raises:
+        ConfigError: unknown name, or arguments it does not take.
+    """
+    if name == "none":
+        return None
+    kind = scheduler_class(name)
+    check_arguments(f"scheduler ({name})", kind, arguments)
+    filled = {key: planned_steps if value == "auto" else value for key, value in arguments.items()}
+    try:
+        return kind(optimizer, **filled)
+    except (ValueError, TypeError) as error:
+        hint = f"; {', '.join(_WHOLE_RUN)} may be auto: {planned_steps}"
+        raise ConfigError(f"scheduler ({name}): {error}{hint}") from error
+
+
+def check_arguments(where: str, kind: type, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that a class does not take.
+
+    Raises:
+        ConfigError: names the argument and those allowed.
+    """
+    allowed = [p for p in inspect.signature(kind).parameters if p not in ("params", "optimizer", "self")]
+    for key in arguments:
+        if key not in allowed:
+            raise ConfigError(f"{where}: unknown argument {key!r}; allowed: {', '.join(allowed)}")

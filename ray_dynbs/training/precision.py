@@ -1,0 +1,38 @@
+"""Mixed precision: autocast and, for fp16, the loss scaler."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, get_args
+
+import torch
+
+from ray_dynbs.core.errors import ConfigError
+
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class MixedPrecision:
+    """What a precision means for the forward pass and for the optimizer.
+
+    Weights are float32 (float64 under ``fp64``, which is meant for verification); ``bf16`` and
+    ``fp16`` run the forward under autocast, ``fp16`` with loss scaling.
+
+    Raises:
+        ConfigError: an unknown precision.
+    """
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        if precision not in get_args(Precision):
+            raise ConfigError(f"precision is {precision!r}; allowed: {', '.join(get_args(Precision))}")
+        self._device_type = device.type
+        self._autocast_dtype = _AUTOCAST.get(precision)
+        self.weight_dtype = torch.float64 if precision == "fp64" else torch.float32
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context for forward and loss."""
+        if self._autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self._autocast_dtype)

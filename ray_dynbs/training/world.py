@@ -1,0 +1,57 @@
+"""The data-parallel ranks of this process group, and the few collectives that training needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the data-parallel ranks.
+
+    Attributes:
+        rank: This process, in ``[0, size)``.
+        size: Number of ranks; 1 without a process group.
+        device: Where this rank computes.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @classmethod
+    def current(cls, device: torch.device | str = "cpu") -> World:
+        """The world torch.distributed was initialised with, or a world of one."""
+        if dist.is_available() and dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size(), torch.device(device))
+        return cls(0, 1, torch.device(device))
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+        return tensor
+
+    def max_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Elementwise maximum over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
+    def broadcast_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Overwrite a tensor with rank 0's, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
