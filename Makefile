@@ -1,17 +1,18 @@
 # `make help` lists the targets. Variables, all optional:
-#   PYTHON=python3.12   the interpreter that .venv is made from (3.11 or newer)
-#   TORCH=system        use the torch that PYTHON already has instead of installing one; remembered by .venv
+#   PYTHON=python3.12   the interpreter that .venv is made from (3.11 or newer; remove .venv to change it)
+#   TORCH=system        use the torch that PYTHON already has instead of installing one
 #   ARGS="..."          passed on to the command of `train`, `bench` and the test targets
 # The torch build (CPU or one of the CUDA versions) is the one pip finds under the pinned version.
 # For another build point pip to it (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS), or install it yourself
 # and use TORCH=system.
 
-PYTHON ?= python3
 BIN := .venv/bin
+# The stamp's name and content keep how .venv was made, for the next time it has to be brought up to date.
 ifneq ($(wildcard .venv/.installed-system),)
 TORCH ?= system
 endif
 TORCH ?= pinned
+PYTHON ?= $(or $(shell cat .venv/.installed-$(TORCH) 2>/dev/null),python3)
 STAMP := .venv/.installed-$(TORCH)
 OTHER_STAMPS = $(filter-out $(STAMP),$(wildcard .venv/.installed-*))
 
@@ -39,7 +40,6 @@ ifeq ($(TORCH),system)
 endif
 	@echo "Installing into .venv (torch: $(TORCH)); the first time takes some minutes"
 	@$(PYTHON) -m venv $(if $(OTHER_STAMPS),--clear) $(if $(filter system,$(TORCH)),--system-site-packages) .venv
-	@rm -f .venv/.installed-*
 ifeq ($(TORCH),system)
 	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
 	  > .venv/constraints.txt 2>/dev/null || { \
@@ -50,7 +50,7 @@ else
 	@cp constraints.txt .venv/constraints.txt
 endif
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e '.[dev]'
-	@touch $@
+	@echo '$(PYTHON)' > $@
 
 train: $(STAMP) ## Run the main job: digits, two workers (ARGS="--set epochs=3")
 	@$(BIN)/ray-dynbs train jobs/configs/digits.yaml $(ARGS)

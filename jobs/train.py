@@ -1,4 +1,4 @@
-"""``ray-dynbs train`` as an entry point for ``ray job submit --working-dir . -- python jobs/train.py CONFIG``."""
+"""``ray-dynbs train`` as an entry point: ``ray job submit --working-dir . -- python jobs/train.py CONFIG``."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 # In a submitted job the package lies beside this folder and may not be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ray_dynbs.cli.main import main  # noqa: E402  # needs the path above
+from ray_dynbs.cli.main import main  # needs the path above
 
 if __name__ == "__main__":
     main(["train", *sys.argv[1:]])

@@ -53,7 +53,9 @@ def _print_section(section: type[Section], prefix: str) -> None:
             typer.echo(f"\n{prefix}{name}: {_first_line(field.annotation)}")
             _print_section(field.annotation, f"{prefix}{name}.")
             continue
-        default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)!r}"
+        default = (
+            "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)!r}"
+        )
         typer.echo(f"  {prefix}{name}: {_type_name(field.annotation)}, {default}. {field.description or ''}")
 
 
@@ -65,7 +67,9 @@ def _print_keys(factory: Any) -> None:
         default = "required" if empty else f"default {parameter.default!r}"
         key = keys.get(name)
         allowed = f" ({key.allowed()})" if key and key.allowed() else ""
-        typer.echo(f"  {name}: {_type_name(hints.get(name, Any))}{allowed}, {default}. {key.doc if key else ''}")
+        typer.echo(
+            f"  {name}: {_type_name(hints.get(name, Any))}{allowed}, {default}. {key.doc if key else ''}"
+        )
 
 
 def _type_name(annotation: Any) -> str:

@@ -6,9 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 
 from ray_dynbs import __version__
@@ -16,6 +15,9 @@ from ray_dynbs.config import load_config
 from ray_dynbs.core.errors import ConfigError
 
 EXIT_FAILED, EXIT_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+# BadParameter -> UsageError -> ClickException: typer brings its own copy of click or uses the package,
+# depending on its version, and this is the same class either way.
+ClickException: type[Any] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -51,7 +53,9 @@ def train(
 def check(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="the run's YAML file")] = None,
     overrides: Overrides = None,
-    schema: Annotated[bool, typer.Option("--schema", help="print every key, its meaning and default")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="print every key, its meaning and default")
+    ] = False,
 ) -> None:
     """Check CONFIG without training, or print all keys there are."""
     from ray_dynbs.cli.check import check_command, print_schema
@@ -79,11 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
     except ConfigError as error:
         code = _complain(str(error))
-    except click.exceptions.NoArgsIsHelpError as error:
-        code = _complain(error.format_message())
-    except click.ClickException as error:
-        code = _complain(error.format_message())
-    except click.exceptions.Abort:
+    except ClickException as error:
+        message = error.format_message()
+        code = _complain(message) if message else EXIT_INPUT  # without arguments the help was shown
+    except (typer.Abort, KeyboardInterrupt):
         code = EXIT_INTERRUPTED
     sys.exit(code or 0)
 

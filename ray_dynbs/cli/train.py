@@ -11,7 +11,6 @@ from ray_dynbs.cli.lines import epoch_line, header_line
 from ray_dynbs.cluster.session import ray_session
 from ray_dynbs.config import Config
 from ray_dynbs.config.load import changed_keys, dump_yaml, parse_yaml
-from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.storage.run_directory import CONFIG, RunDirectory
 from ray_dynbs.tasks.preflight import Preflight, preflight
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dynbs.config import Config
@@ -64,9 +63,7 @@ class Coordinator:
 
     def __init__(self, config: Config, run: RunDirectory) -> None:
         self._config, self._run = config, run
-        self._decisions = {
-            (d.incarnation, d.version): d for d in decode_lines(run.read_text(DECISIONS))
-        }
+        self._decisions = {(d.incarnation, d.version): d for d in decode_lines(run.read_text(DECISIONS))}
         self._records = {_key(row): EpochRecord(row) for row in run.read_epochs()}
         self._starts: dict[str, int] = {}
 
@@ -117,12 +114,12 @@ def _key(row: dict[str, Any]) -> tuple[int, int]:
     return row["incarnation"], row["epoch"]
 
 
-def start_coordinator(config: Config, run: RunDirectory) -> ActorHandle[Coordinator]:
-    """Start the actor next to the driver, which owns it: it ends with the driver, survives its own
-    death (calls retry by themselves), takes no CPU and needs no name."""
+def start_coordinator(config: Config, run: RunDirectory) -> Any:
+    """Start the actor next to the driver, which owns it.
+
+    It ends with the driver, survives its own death (calls retry by themselves), takes no CPU and needs no
+    name.
+    """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    actor = ray.remote(Coordinator).options(
-        num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
-    )
-    handle: ActorHandle[Coordinator] = actor.remote(config, run)
-    return handle
+    actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Coordinator)
+    return actor.options(scheduling_strategy=here).remote(config, run)

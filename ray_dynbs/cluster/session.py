@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 DRIVER_SETTINGS = {
     # `train.report` is a barrier that the controller drains once per interval: 2 s by default.
@@ -16,7 +17,6 @@ DRIVER_SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-QUIET_SETTINGS = {"RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def ray_session(address: str | None, *, verbose: bool = False) -> Iterator[None]
 
     import ray  # only now: it reads its temporary folder from the environment when imported
 
-    local = {"include_dashboard": False, "_temp_dir": folder} if folder else {}
+    local: dict[str, Any] = {"include_dashboard": False, "_temp_dir": folder} if folder else {}
     ray.init(
         address=address,
         log_to_driver=verbose,

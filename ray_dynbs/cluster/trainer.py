@@ -59,7 +59,7 @@ def run_training(
     known = len(ray.get(coordinator.progress.remote(0)))
     given = WorkerInput(config, run, {split: blocks for split, (blocks, _) in prepared.items()}, coordinator)
     trainer = TorchTrainer(
-        train_worker,
+        train_worker,  # type: ignore[arg-type]  # typed as returning nothing; the value is handed on
         train_loop_config={"input": given},
         scaling_config=scaling,
         run_config=RunConfig(
@@ -70,8 +70,8 @@ def run_training(
         ),
     )
     with _Follower(coordinator, known, on_epoch):
-        result = trainer.fit()
-    outcome: Any = result.return_value
+        result: Any = trainer.fit()
+    outcome = result.return_value
     ray.kill(coordinator)
     return RunResult(best=outcome["best"], epochs=outcome["epochs"])
 

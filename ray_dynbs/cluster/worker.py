@@ -22,7 +22,7 @@ from ray_dynbs.core.lr import ScheduleProgress
 from ray_dynbs.core.signal import Signal
 from ray_dynbs.storage.run_directory import MODEL, RunDirectory
 from ray_dynbs.tasks.loading import load_task
-from ray_dynbs.training import checkpoint
+from ray_dynbs.training.checkpoint import TrainState, seed_everything
 from ray_dynbs.training.columns import ColumnStore
 from ray_dynbs.training.evaluate import evaluate
 from ray_dynbs.training.feed import IndexedFeed, sequential_batches
@@ -91,13 +91,14 @@ class Worker:
             split: ColumnStore(fetch(data), config.data.columns, floats) for split, data in blocks.items()
         }
         self._validation = stores.get("validation")
-        checkpoint.seed_everything(config.seed, 0, 0)
+        seed_everything(config.seed, 0, 0)
         self._model = self._task.build_model(config).to(device=world.device, dtype=dtype)
         progress = ScheduleProgress(stores["train"].num_rows, config.reference_batch_size)
         self._optimizer = self._build_optimizer()
         self._schedule = Schedule(
             self._build_scheduler(progress), progress, per_epoch=config.scheduler.unit == "epoch"
         )
+        self._saved = TrainState(self._model, self._optimizer, self._schedule, self._precision)
         self._feed = IndexedFeed(
             stores["train"],
             rank=world.rank,
@@ -129,14 +130,7 @@ class Worker:
         progress = Progress()
         if saved is not None:
             with saved.as_directory() as folder:
-                restored = checkpoint.load(
-                    Path(folder),
-                    self._model,
-                    self._optimizer,
-                    self._schedule,
-                    self._precision,
-                    self._world.device,
-                )
+                restored = self._saved.load(Path(folder), self._world.device)
             progress = Progress(**restored["progress"])
             self._best, self._state = restored["best"], restored["manager"]
         step = OptimizerStep(
@@ -182,18 +176,22 @@ class Worker:
             batches,
             lambda batch: self._task.loss(self._model, batch),
             (lambda batch: metrics(self._model, batch)) if metrics else None,
-            self._world,
-            self._precision,
+            world=self._world,
+            precision=self._precision,
         )
 
     def _keep_best(self, validation: dict[str, float]) -> None:
         """Write ``model.pt`` where the metric is the best so far (without validation: always)."""
         metric = self._config.metric
         if validation and metric.name not in validation:
-            raise ValueError(f"metric.name is {metric.name!r}; the task reports {', '.join(sorted(validation))}")
+            raise ValueError(
+                f"metric.name is {metric.name!r}; the task reports {', '.join(sorted(validation))}"
+            )
         value = validation.get(metric.name)
         if value is not None:
-            better = self._best is None or (value > self._best if metric.mode == "max" else value < self._best)
+            better = self._best is None or (
+                value > self._best if metric.mode == "max" else value < self._best
+            )
             if not better:
                 return
             self._best = value
@@ -231,12 +229,8 @@ class Worker:
             ray.train.report({"epoch": progress.epoch}, checkpoint_dir_name=name)
             return
         with tempfile.TemporaryDirectory() as folder:
-            checkpoint.save(
+            self._saved.save(
                 Path(folder),
-                self._model,
-                self._optimizer,
-                self._schedule,
-                self._precision,
                 {"progress": progress.to_json(), "manager": self._state, "best": self._best},
             )
             saved = ray.train.Checkpoint.from_directory(folder)

@@ -54,7 +54,9 @@ def _build(
     keys = dict(spec)
     name = keys.pop("name", None)
     if not isinstance(name, str):
-        raise ConfigError(f"{where}.name is {name!r}; allowed: {', '.join(sorted(registry))} or an import path")
+        raise ConfigError(
+            f"{where}.name is {name!r}; allowed: {', '.join(sorted(registry))} or an import path"
+        )
     factory = registry.get(name) or _imported(where, name, registry)
     values = _typed(where, name, factory, keys)
     wanted = inspect.signature(factory).parameters
@@ -88,7 +90,9 @@ def _typed(where: str, name: str, factory: Callable[..., Any], keys: Mapping[str
     for key, parameter in parameters(factory).items():
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         fields[key] = (hints.get(key, Any), default)
-    model = create_model(name.rpartition(".")[2], __config__=ConfigDict(extra="forbid", strict=True), **fields)
+    model = create_model(
+        name.rpartition(".")[2], __config__=ConfigDict(extra="forbid", strict=True), **fields
+    )
     try:
         checked = model.model_validate(dict(keys))
     except ValidationError as error:

@@ -8,6 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+_UNION_MEMBERS = ("str", "bool", "list[str]")
+
 
 def nearest(word: str, names: Iterable[str]) -> str:
     """``(did you mean 'x'?)`` where a name is close, else nothing."""
@@ -27,14 +29,21 @@ def explain(error: ValidationError, *, where: str = "", names: Iterable[str] = (
     problems = error.errors(include_url=False)
     # A misspelt key usually also makes the right one missing: the misspelling is the cause.
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    path = [part for part in problem["loc"] if part not in ("str", "bool", "list[str]") and "literal" not in str(part)]
+    path = _path(problem)
     key = ".".join(str(part) for part in ([where] if where else []) + path)
-    text = _phrase(problem, key, _allowed(model, path[:-1]) if model is not None else list(names))
-    more = len({p["loc"][: len(path)] for p in problems}) - 1
+    alternatives = [p for p in problems if _path(p) == path]  # one for each member of a union
+    text = _phrase(alternatives, key, _allowed(model, path[:-1]) if model is not None else list(names))
+    more = len({tuple(_path(p)) for p in problems}) - 1
     return f"{text} (and {more} more)" if more > 0 else text
 
 
-def _phrase(problem: Any, key: str, names: list[str]) -> str:
+def _path(problem: Any) -> list[Any]:
+    """The keys that lead to a problem, without pydantic's names for the members of a union."""
+    return [p for p in problem["loc"] if p not in _UNION_MEMBERS and "literal" not in str(p)]
+
+
+def _phrase(alternatives: list[Any], key: str, names: list[str]) -> str:
+    problem = alternatives[0]
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "extra_forbidden":
         word = key.rpartition(".")[2]
@@ -46,7 +55,8 @@ def _phrase(problem: Any, key: str, names: list[str]) -> str:
         return f"{key}: {message}" if key else message
     found = problem["input"]
     shown = f"{found!r}" if len(repr(found)) < 80 else type(found).__name__
-    return f"{key} is {shown}; allowed: {_requirement(kind, context, problem['msg'])}"
+    allowed = " or ".join(_requirement(p["type"], p.get("ctx", {}), p["msg"]) for p in alternatives)
+    return f"{key} is {shown}; allowed: {allowed}"
 
 
 def _requirement(kind: str, context: dict[str, Any], message: str) -> str:

@@ -107,7 +107,10 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     for part in parts[:-1]:
         node = _descend(node, part, override)
     last = parts[-1]
-    if parts in (["policy", "name"], ["optimizer", "name"], ["scheduler", "name"]) and node.get("name") != parsed:
+    if (
+        parts in (["policy", "name"], ["optimizer", "name"], ["scheduler", "name"])
+        and node.get("name") != parsed
+    ):
         kept = {"lr": node["lr"]} if "lr" in node and parts[0] == "optimizer" else {}
         node.clear()
         node.update(kept)

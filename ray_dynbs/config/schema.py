@@ -16,7 +16,6 @@ from ray_dynbs.core.lr import LR_RULES
 from ray_dynbs.core.manager import DynamicBatchSizeManager
 
 RuleName = Literal["none", "linear", "sqrt"]
-assert set(RuleName.__args__) == set(LR_RULES)
 Rows = Annotated[int, Field(ge=1)]
 
 
@@ -100,7 +99,9 @@ class LRSection(Section):
 
     rule: RuleName = Field("none", description="multiplier on the base LR as the batch changes")
     warmup_epochs: float = Field(0.0, ge=0, description="passes over which the multiplier is phased in")
-    reference_batch_size: Rows | None = Field(None, description="batch the base LR was tuned for; batch.initial")
+    reference_batch_size: Rows | None = Field(
+        None, description="batch the base LR was tuned for; batch.initial"
+    )
     max_scale: float | None = Field(None, gt=0, description="cap on the multiplier")
 
 
@@ -119,8 +120,12 @@ class ClusterSection(Section):
     address: str | None = Field(None, description="a running cluster; RAY_ADDRESS, else a new local one")
     num_workers: Annotated[int, Field(ge=1)] = Field(1, description="data-parallel workers")
     use_gpu: Literal["auto"] | bool = Field("auto", description="one GPU per worker where there are enough")
-    resources_per_worker: dict[str, float] | None = Field(None, description="Ray resources; 1 CPU, less if few")
-    max_failures: int = Field(0, ge=-1, description="restarts of the worker group before giving up; -1: no limit")
+    resources_per_worker: dict[str, float] | None = Field(
+        None, description="Ray resources; 1 CPU, less if few"
+    )
+    max_failures: int = Field(
+        0, ge=-1, description="restarts of the worker group before giving up; -1: no limit"
+    )
 
 
 class EvaluateSection(Section):
@@ -149,7 +154,9 @@ class Config(Section):
     task_args: dict[str, Any] = Field(default_factory=dict, description="what the task makes of it")
     seed: int = Field(0, ge=0, description="seed of weights, row order and random numbers")
     epochs: int = Field(ge=1, description="passes over the training rows")
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field("fp32", description="arithmetic of the forward")
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        "fp32", description="arithmetic of the forward"
+    )
     metric: MetricSection = Field(default_factory=MetricSection)
     optimizer: OptimizerSection
     scheduler: SchedulerSection = Field(default_factory=SchedulerSection)
@@ -157,7 +164,8 @@ class Config(Section):
     data: DataSection = Field(default_factory=DataSection)
     batch: BatchSection = Field(default_factory=BatchSection)
     policy: dict[str, Any] = Field(
-        default_factory=lambda: {"name": "threshold"}, description="a policy's name, or import path, and its keys"
+        default_factory=lambda: {"name": "threshold"},
+        description="a policy's name, or import path, and its keys",
     )
     guards: list[dict[str, Any]] = Field(default_factory=_default_guards, description="guards, in order")
     lr: LRSection = Field(default_factory=LRSection)

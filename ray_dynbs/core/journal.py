@@ -70,12 +70,12 @@ def replay(
     for recorded in decisions:
         if recorded.signal is None:
             if recorded.version not in states:
-                raise ConfigError(f"restart from version {recorded.version}; the journal has {sorted(states)}")
+                raise ConfigError(
+                    f"restart from version {recorded.version}; the journal has {sorted(states)}"
+                )
             manager = make_manager()
             manager.load_state_dict(states[recorded.version])
-            again = manager.start(
-                world_size=recorded.plan.world_size, incarnation=recorded.incarnation
-            )
+            again = manager.start(world_size=recorded.plan.world_size, incarnation=recorded.incarnation)
         else:
             again = manager.decide(recorded.signal)
         states[again.version] = manager.state_dict()

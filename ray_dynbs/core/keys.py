@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,7 @@ class Key:
 
 
 @functools.cache
-def keys_of(component: Any) -> dict[str, Key]:
+def keys_of(component: Callable[..., Any]) -> dict[str, Key]:
     """The :class:`Key` of every annotated parameter of a dataclass or function."""
     found = {}
     for name, hint in typing.get_type_hints(component, include_extras=True).items():
@@ -61,7 +62,8 @@ def check_ranges(component: Any) -> None:
         ConfigError: a number is not finite or outside its range; names the component, the field,
             the value found and the range allowed.
     """
-    keys = keys_of(type(component))
+    factory: Callable[..., Any] = type(component)
+    keys = keys_of(factory)
     for field in dataclasses.fields(component):
         value = getattr(component, field.name)
         key = keys.get(field.name)

@@ -260,12 +260,10 @@ def _unreliable(signal: Signal) -> str | None:
     return None
 
 
-def _check_sizes(
-    initial: int, smallest: int, largest: int, reference: int | None, micro: int | None
-) -> None:
+def _check_sizes(initial: int, smallest: int, largest: int, reference: int | None, micro: int | None) -> None:
     sizes = {"min": smallest, "initial": initial, "max": largest, "reference": reference, "micro": micro}
     for name, size in sizes.items():
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        if size is not None and (type(size) is not int or size < 1):
             raise ConfigError(f"{name} batch size is {size!r}; allowed: a whole number of at least 1")
     if smallest > largest:
         raise ConfigError(f"batch min is {smallest} and max is {largest}; allowed: min at most max")

@@ -6,7 +6,7 @@ and a resumed run needs nothing but ``(seed, epoch, rows already used)`` to go o
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -42,13 +42,13 @@ def epoch_order(
             f"num_rows={num_rows}, seed={seed}, epoch={epoch}: allowed: 0 or more; "
             f"window_rows={window_rows}: allowed: 1 or more"
         )
+    if shuffle not in get_args(Shuffle):
+        raise ConfigError(f"shuffle is {shuffle!r}; allowed: {', '.join(get_args(Shuffle))}")
     if shuffle == "none":
         return np.arange(num_rows, dtype=np.int64)
     rng = np.random.default_rng([seed, epoch])
-    if shuffle == "full" or (shuffle == "window" and num_rows <= window_rows):
+    if shuffle == "full" or num_rows <= window_rows:
         return rng.permutation(num_rows).astype(np.int64, copy=False)
-    if shuffle == "window":
-        starts = rng.permutation(np.arange(0, num_rows, window_rows))
-        windows = (np.arange(start, min(start + window_rows, num_rows), dtype=np.int64) for start in starts)
-        return np.concatenate([rng.permutation(window) for window in windows])
-    raise ConfigError(f"shuffle is {shuffle!r}; allowed: none, window, full")
+    starts = rng.permutation(np.arange(0, num_rows, window_rows))
+    windows = (np.arange(start, min(start + window_rows, num_rows), dtype=np.int64) for start in starts)
+    return np.concatenate([rng.permutation(window) for window in windows])

@@ -33,4 +33,4 @@ def build_model(config: Config) -> nn.Module:
     if unknown:
         raise ConfigError(f"task_args.{unknown[0]}: unknown key; allowed: hidden")
     hidden = config.task_args.get("hidden", [64])
-    return TabularModel(["pixels"], "label", 64, hidden, num_classes=10, input_scale=1 / 16)
+    return TabularModel(["pixels"], "label", num_inputs=64, hidden=hidden, num_classes=10, input_scale=1 / 16)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ray_dynbs.config import Config
-from ray_dynbs.core.lr import LR_RULES
+from ray_dynbs.core.lr import LR_RULES, ScheduleProgress
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.sources import Source, count_rows, resolve_sources
 from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
@@ -38,18 +38,22 @@ def preflight(config: Config) -> Preflight:
     task = load_task(config.task)
     sources = resolve_sources(config, task)
     rows = {split: count_rows(split, source, config.data.columns) for split, source in sources.items()}
-    _check_optimizer(config, task)
+    _check_optimizer(config, task, rows.get("train"))
     return Preflight(sources, rows, tuple(_warnings(config, rows)))
 
 
-def _check_optimizer(config: Config, task: Any) -> None:
+def _check_optimizer(config: Config, task: Any, rows: int | None) -> None:
     """Build the configured optimizer and scheduler once, on a single number."""
     weight = torch.nn.Parameter(torch.zeros(1))
     if hasattr(task, "build_optimizer"):
         return
     optimizer = build_optimizer(config.optimizer.name, [weight], config.optimizer.arguments)
     if not hasattr(task, "build_scheduler"):
-        build_scheduler(config.scheduler.name, optimizer, config.scheduler.arguments, planned_steps=1_000)
+        section = config.scheduler
+        per_epoch = 1
+        if section.unit == "step" and rows is not None:
+            per_epoch = ScheduleProgress(rows, config.reference_batch_size).steps_per_epoch
+        build_scheduler(section.name, optimizer, section.arguments, config.epochs * per_epoch)
 
 
 def _warnings(config: Config, rows: dict[str, int | None]) -> list[str]:
@@ -59,7 +63,11 @@ def _warnings(config: Config, rows: dict[str, int | None]) -> list[str]:
         found.append(doubt)
     train = rows.get("train")
     if train is not None and config.batch.initial > train:
-        found.append(f"batch.initial is {config.batch.initial}, but there are {train} rows: one step per epoch")
+        found.append(
+            f"batch.initial is {config.batch.initial}, but there are {train} rows: one step per epoch"
+        )
     if config.metric.name != "loss" and rows.keys() == {"train"}:
-        found.append(f"metric {config.metric.name!r} needs validation data; model.pt will be the last epoch's")
+        found.append(
+            f"metric {config.metric.name!r} needs validation data; model.pt will be the last epoch's"
+        )
     return found

@@ -29,7 +29,9 @@ def resolve_sources(config: Config, task: Any) -> dict[str, Source]:
         found = task.datasets(config)
         if not isinstance(found, Mapping) or "train" not in found or set(found) - set(SPLITS):
             shown = sorted(found) if isinstance(found, Mapping) else type(found).__name__
-            raise ConfigError(f"task {config.task!r}: datasets() returned {shown}; allowed: train, validation")
+            raise ConfigError(
+                f"task {config.task!r}: datasets() returned {shown}; allowed: train, validation"
+            )
         sources = {**found, **sources}
     if "train" not in sources:
         raise ConfigError(f"data.train is missing, and task {config.task!r} brings no datasets()")
@@ -57,7 +59,9 @@ def count_rows(split: str, source: Source, columns: list[str] | None) -> int | N
     except FileNotFoundError as error:
         raise ConfigError(f"{where}: no such file or folder") from error
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise ConfigError(f"{where}: not readable as Parquet: {' '.join(str(error).split())[:200]}") from error
+        raise ConfigError(
+            f"{where}: not readable as Parquet: {' '.join(str(error).split())[:200]}"
+        ) from error
     missing = [column for column in columns or () if column not in names]
     if missing:
         raise ConfigError(f"{where}: no column {missing[0]!r}; it has {', '.join(names)}")

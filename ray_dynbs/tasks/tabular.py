@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,7 @@ class TabularModel(nn.Module):
         self,
         features: Sequence[str],
         label: str,
+        *,
         num_inputs: int,
         hidden: Sequence[int],
         num_classes: int | None,
@@ -49,13 +51,13 @@ class TabularModel(nn.Module):
         self.num_classes, self.input_scale = num_classes, input_scale
         widths = [num_inputs, *hidden]
         layers: list[nn.Module] = []
-        for before, after in zip(widths[:-1], widths[1:], strict=True):
+        for before, after in pairwise(widths):
             layers += [nn.Linear(before, after), nn.ReLU()]
         self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], num_classes or 1))
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Scores of a batch of columns."""
-        dtype = self.layers[-1].weight.dtype
+        dtype = next(self.layers.parameters()).dtype
         parts = [batch[name].reshape(len(batch[name]), -1).to(dtype) for name in self.features]
         scores: torch.Tensor = self.layers(torch.cat(parts, dim=1) * self.input_scale)
         return scores

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,60 +23,57 @@ MODEL_FILE = "model.pt"
 STATE_FILE = "state.pt"
 
 
-def save(
-    folder: Path,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: Schedule,
-    precision: MixedPrecision,
-    progress: Mapping[str, Any],
-) -> None:
-    """Write model and training state.
+@dataclass(frozen=True)
+class TrainState:
+    """The parts of training that a checkpoint holds.
 
-    Args:
-        folder: An existing local folder.
-        model: Its plain state dict goes to a file of its own.
-        optimizer: With the base LR: call it between steps only.
+    Attributes:
+        model: The plain model.
+        optimizer: With the base LR in its groups: save between steps only.
         schedule: The LR schedule.
         precision: Its loss scaler.
-        progress: JSON-able: position in the data, manager state, best metric.
     """
-    torch.save(model.state_dict(), folder / MODEL_FILE)
-    state = {
-        "optimizer": optimizer.state_dict(),
-        "schedule": schedule.state_dict(),
-        "scaler": precision.scaler.state_dict(),
-        "progress": dict(progress),
-    }
-    torch.save(state, folder / STATE_FILE)
 
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    precision: MixedPrecision
 
-def load(
-    folder: Path,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: Schedule,
-    precision: MixedPrecision,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Restore what :func:`save` wrote; returns ``progress``.
+    def save(self, folder: Path, progress: Mapping[str, Any]) -> None:
+        """Write everything.
 
-    Raises:
-        ConfigError: the model or optimizer of the checkpoint does not fit the one given.
-    """
-    weights = torch.load(folder / MODEL_FILE, map_location=device, weights_only=True)
-    state = torch.load(folder / STATE_FILE, map_location=device, weights_only=True)
-    try:
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state["optimizer"])
-    except (RuntimeError, ValueError, KeyError) as error:
-        first_line = " ".join(str(error).split())[:300]
-        raise ConfigError(f"checkpoint does not fit this model or optimizer: {first_line}") from error
-    schedule.load_state_dict(state["schedule"])
-    if state["scaler"]:
-        precision.scaler.load_state_dict(state["scaler"])
-    progress: dict[str, Any] = state["progress"]
-    return progress
+        Args:
+            folder: An existing local folder. The model's state dict gets a file of its own.
+            progress: JSON-able: position in the data, manager state, best metric.
+        """
+        torch.save(self.model.state_dict(), folder / MODEL_FILE)
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.precision.scaler.state_dict(),
+            "progress": dict(progress),
+        }
+        torch.save(state, folder / STATE_FILE)
+
+    def load(self, folder: Path, device: torch.device) -> dict[str, Any]:
+        """Restore what :meth:`save` wrote; returns ``progress``.
+
+        Raises:
+            ConfigError: the checkpoint's model or optimizer does not fit these.
+        """
+        weights = torch.load(folder / MODEL_FILE, map_location=device, weights_only=True)
+        state = torch.load(folder / STATE_FILE, map_location=device, weights_only=True)
+        try:
+            self.model.load_state_dict(weights)
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            first_line = " ".join(str(error).split())[:300]
+            raise ConfigError(f"checkpoint does not fit this model or optimizer: {first_line}") from error
+        self.schedule.load_state_dict(state["schedule"])
+        if state["scaler"]:
+            self.precision.scaler.load_state_dict(state["scaler"])
+        progress: dict[str, Any] = state["progress"]
+        return progress
 
 
 def seed_everything(seed: int, epoch: int, rank: int) -> None:

@@ -114,7 +114,9 @@ def _to_numpy(array: pa.Array, name: str) -> npt.NDArray[np.generic]:
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         lengths = array.value_lengths().unique().to_pylist()
         if len(lengths) != 1:
-            raise ConfigError(f"column {name!r} has lists of lengths {sorted(lengths)[:5]}; allowed: one length")
+            raise ConfigError(
+                f"column {name!r} has lists of lengths {sorted(lengths)[:5]}; allowed: one length"
+            )
         flat = _to_numpy(array.flatten(), name)
         return flat.reshape(len(array), lengths[0], *flat.shape[1:])
     return np.asarray(array.to_numpy(zero_copy_only=False))

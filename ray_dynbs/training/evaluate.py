@@ -21,6 +21,7 @@ def evaluate(
     batches: Iterable[TensorBatch],
     loss_fn: LossFn,
     metrics_fn: MetricsFn | None,
+    *,
     world: World,
     precision: MixedPrecision,
 ) -> dict[str, float]:
@@ -55,8 +56,7 @@ def _add(
 
 
 def _means(sums: dict[str, torch.Tensor], world: World) -> dict[str, float]:
-    """One reduction for all names. A rank without rows learns the names from rank 0, which has the
-    largest share."""
+    """One reduction for all names; a rank without rows learns them from rank 0, whose share is largest."""
     names = world.broadcast_object(list(sums))
     if not names:
         return {}

@@ -81,7 +81,8 @@ class FlatGradients:
 
     def norm(self) -> torch.Tensor:
         """L2 norm of the gradients, a scalar tensor."""
-        return torch.linalg.vector_norm(self.flat)
+        norm: torch.Tensor = torch.linalg.vector_norm(self.flat)
+        return norm
 
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:
         """Scale down to ``max_norm`` where ``norm`` exceeds it, as ``clip_grad_norm_`` does."""

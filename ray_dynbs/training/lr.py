@@ -42,7 +42,7 @@ def _copy(lr: float | torch.Tensor) -> float | torch.Tensor:
 
 def _set_lr(group: dict[str, Any], lr: float | torch.Tensor) -> None:
     if isinstance(group["lr"], torch.Tensor):
-        group["lr"].copy_(lr)
+        group["lr"].copy_(torch.as_tensor(lr))
     else:
         group["lr"] = lr
 
@@ -50,6 +50,10 @@ def _set_lr(group: dict[str, Any], lr: float | torch.Tensor) -> None:
 def base_lr(optimizer: torch.optim.Optimizer) -> float:
     """The first group's LR without any batch scale."""
     return float(optimizer.param_groups[0]["lr"])
+
+
+# These take functions or other schedulers: a task's build_scheduler can make them.
+_NEED_CODE = ("LRScheduler", "LambdaLR", "MultiplicativeLR", "ChainedScheduler", "SequentialLR")
 
 
 def scheduler_class(name: str) -> type[lr_scheduler.LRScheduler]:
@@ -61,7 +65,10 @@ def scheduler_class(name: str) -> type[lr_scheduler.LRScheduler]:
     found = {
         key: value
         for key, value in vars(lr_scheduler).items()
-        if inspect.isclass(value) and issubclass(value, lr_scheduler.LRScheduler) and not key.startswith("_")
+        if inspect.isclass(value)
+        and issubclass(value, lr_scheduler.LRScheduler)
+        and not key.startswith("_")
+        and key not in _NEED_CODE
     }
     if name not in found:
         raise ConfigError(f"scheduler.name is {name!r}; allowed: none, {', '.join(sorted(found))}")

@@ -17,7 +17,6 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
-_WHOLE_RUN = ("T_max", "total_steps", "total_iters")
 
 
 def build_optimizer(
@@ -59,8 +58,10 @@ def build_scheduler(
     try:
         return kind(optimizer, **filled)
     except (ValueError, TypeError) as error:
-        hint = f"; {', '.join(_WHOLE_RUN)} may be auto: {planned_steps}"
-        raise ConfigError(f"scheduler ({name}): {error}{hint}") from error
+        reason = str(error).removeprefix(f"{name}.__init__() ")
+        raise ConfigError(
+            f"scheduler ({name}): {reason}; the value auto stands for the {planned_steps} steps of the run"
+        ) from error
 
 
 def check_arguments(where: str, kind: type, arguments: Mapping[str, Any]) -> None:

@@ -39,8 +39,11 @@ class Totals:
 
 
 class StepStats:
-    """Running sums over steps. The inputs are already those of the whole step over all ranks, so every
-    rank holds the same sums and no further reduction is needed."""
+    """Running sums over steps.
+
+    The inputs are already those of the whole step over all ranks, so every rank holds the same sums and
+    no further reduction is needed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
@@ -65,7 +68,9 @@ class StepStats:
 
     def take(self) -> Totals:
         """The totals since the last take, and start anew. Synchronises with the device once."""
-        finite_steps, norm_sum, loss_sum, weight_sum, bad = torch.cat([self._sums, self._first_bad[None]]).tolist()
+        finite_steps, norm_sum, loss_sum, weight_sum, bad = torch.cat(
+            [self._sums, self._first_bad[None]]
+        ).tolist()
         totals = Totals(
             num_steps=self._num_steps,
             num_finite_steps=int(finite_steps),

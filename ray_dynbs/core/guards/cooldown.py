@@ -31,4 +31,6 @@ class Cooldown(Stateless):
         passed = view.decisions_since_change
         if passed is None or passed >= self.decisions:
             return proposal, state
-        return hold(proposal, view, f"cooldown: {passed} of {self.decisions} decisions since the last change"), state
+        return hold(
+            proposal, view, f"cooldown: {passed} of {self.decisions} decisions since the last change"
+        ), state

@@ -60,4 +60,4 @@ class SquareRoot:
         return "lr.rule sqrt is made for adam and adamw; for sgd use linear" if optimizer == "sgd" else None
 
 
-LR_RULES = {"none": NoScaling, "linear": Linear, "sqrt": SquareRoot}
+LR_RULES: dict[str, type[LRRule]] = {"none": NoScaling, "linear": Linear, "sqrt": SquareRoot}

@@ -35,7 +35,8 @@ class Threshold:
     grad_norm_high: Annotated[float, Key("mean gradient norm above which the batch halves", gt=0)] = 10.0
     grad_norm_low: Annotated[float, Key("mean gradient norm below which the batch doubles", ge=0)] = 0.1
     memory_high: Annotated[
-        float, Key("memory fraction above which the micro-batch halves (the batch, under vote: shrink)", gt=0, le=1)
+        float,
+        Key("memory fraction above which the micro-batch halves (the batch, under vote: shrink)", gt=0, le=1),
     ] = 0.8
     memory_low: Annotated[
         float, Key("under memory.vote: shrink, the batch grows only below this memory fraction", ge=0, le=1)

@@ -1,0 +1,209 @@
+"""The contract of every policy and guard, and what each one says."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.guards import GUARDS, Clamp, Cooldown, DeadBand, GrowthLimit, WarmupHold
+from ray_dynbs.core.manager import DynamicBatchSizeManager
+from ray_dynbs.core.plan import BatchPlan
+from ray_dynbs.core.policies import POLICIES, Fixed, Threshold
+from ray_dynbs.core.policy import Policy, Proposal, View
+from ray_dynbs.core.signal import Signal
+
+POLICY_CASES: dict[str, Policy] = {
+    **{name: factory() for name, factory in POLICIES.items()},
+    "threshold shrink": Threshold(memory_vote="shrink"),
+    "threshold sketch": Threshold(memory_vote="shrink", memory_grows=True),
+}
+GUARD_CASES: dict[str, Policy] = {
+    "clamp": Clamp(min=4, max=64),
+    "cooldown": Cooldown(decisions=2),
+    "dead_band": DeadBand(fraction=0.2),
+    "growth_limit": GrowthLimit(factor=1.5),
+    "warmup_hold": WarmupHold(epochs=1),
+}
+numbers = st.none() | st.floats(allow_nan=True, allow_infinity=True) | st.floats(0, 20)
+
+
+@st.composite
+def signals(draw: st.DrawFn) -> dict[str, Any]:
+    steps = draw(st.integers(0, 10))
+    return {
+        "epochs_seen": draw(st.floats(0, 10)),
+        "num_steps": steps,
+        "num_finite_steps": draw(st.integers(0, steps)),
+        "grad_norm": draw(numbers),
+        "memory_fraction": draw(numbers),
+        "train_loss": draw(numbers),
+    }
+
+
+def test_every_registered_piece_has_a_case() -> None:
+    assert set(POLICIES) <= set(POLICY_CASES)
+    assert set(GUARDS) == set(GUARD_CASES)
+
+
+@pytest.mark.parametrize("policy", POLICY_CASES)
+@pytest.mark.parametrize("guard", GUARD_CASES)
+@settings(max_examples=15)
+@given(drawn=st.lists(signals(), max_size=8), split=st.integers(0, 8), world_size=st.integers(1, 5))
+def test_contract(policy: str, guard: str, drawn: list[dict[str, Any]], split: int, world_size: int) -> None:
+    """Bounds kept, one move of a factor two, JSON round trip and world-size change mid-run."""
+
+    def manager() -> DynamicBatchSizeManager:
+        return DynamicBatchSizeManager(16, 128, 2, policy=POLICY_CASES[policy], guards=[GUARD_CASES[guard]])
+
+    straight, resumed = manager(), manager()
+    for index, fields in enumerate(drawn):
+        if index == split:
+            saved = json.loads(json.dumps(resumed.state_dict(), allow_nan=False))
+            resumed = manager()
+            resumed.load_state_dict(saved)
+        before = straight.get_current_batch_size()
+        signal = Signal.measured(plan_version=straight.version, step=index, **fields)
+        decision = straight.decide(signal)
+        assert resumed.decide(signal) == decision
+        size = decision.plan.global_batch_size
+        assert 2 <= size <= 128
+        assert before // 2 <= size <= before * 2
+        assert math.isfinite(decision.lr_scale)
+        assert decision.reasons
+        if not signal.num_finite_steps or (signal.missing and signal.grad_norm is None):
+            assert size <= before
+    cut = straight.start(world_size=world_size)
+    assert cut.plan.global_batch_size == straight.get_current_batch_size()
+    assert cut.plan.world_size == world_size
+
+
+def view(size: int = 32, micro: int | None = None, since: int | None = None, **fields: Any) -> View:
+    signal = Signal.measured(num_steps=1, num_finite_steps=1, **fields)
+    return View(signal=signal, plan=BatchPlan.fit(size, 1, micro), decisions_since_change=since)
+
+
+def propose(piece: Policy, seen: View, size: int | None = None, state: Any = None) -> Proposal:
+    start = Proposal(size or seen.plan.global_batch_size, seen.plan.micro_batch_size)
+    return piece.update(start, state, seen)[0]
+
+
+@pytest.mark.parametrize(
+    ("grad_norm", "size"), [(10.01, 16), (10.0, 32), (1.0, 32), (0.1, 32), (0.09, 64), (0.0, 64), (None, 32)]
+)
+def test_threshold_gradient_vote(grad_norm: float | None, size: int) -> None:
+    assert propose(Threshold(), view(grad_norm=grad_norm)).global_batch_size == size
+
+
+@pytest.mark.parametrize("grad_norm", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("memory", [0.1, 0.5, 0.99])
+def test_by_default_memory_never_changes_the_global_batch(grad_norm: float, memory: float) -> None:
+    with_memory = propose(Threshold(), view(grad_norm=grad_norm, memory_fraction=memory))
+    without = propose(Threshold(), view(grad_norm=grad_norm))
+    assert with_memory.global_batch_size == without.global_batch_size
+    assert with_memory.micro_ceiling == (16 if memory > 0.8 else 32)
+
+
+def test_high_memory_halves_the_micro_batch_only_while_that_helps() -> None:
+    policy = Threshold()
+    proposal, state = policy.update(Proposal(32, 32), None, view(grad_norm=1.0, memory_fraction=0.95))
+    assert proposal.micro_ceiling == 16
+    lower, lower_state = policy.update(
+        Proposal(32, 16), state, view(micro=16, grad_norm=1.0, memory_fraction=0.9)
+    )
+    assert lower.micro_ceiling == 8
+    assert lower_state == 0.9
+    same, _ = policy.update(Proposal(32, 16), state, view(micro=16, grad_norm=1.0, memory_fraction=0.95))
+    assert same.micro_ceiling == 16
+    assert "did not lower it" in same.reasons[-1]
+    assert policy.update(Proposal(32, 1), None, view(micro=1, memory_fraction=0.9))[0].micro_ceiling == 1
+
+
+@pytest.mark.parametrize(
+    ("grad_norm", "memory", "grows", "size"),
+    [
+        (1.0, 0.81, False, 16),  # memory alone shrinks
+        (0.05, 0.9, False, 16),  # a shrink vote wins over a grow vote
+        (20.0, 0.9, False, 16),  # two shrink votes are one move
+        (0.05, 0.3, False, 64),  # growth with room
+        (0.05, 0.5, False, 32),  # growth needs memory below memory_low
+        (0.05, None, False, 32),  # unknown memory is not room
+        (1.0, 0.3, False, 32),  # low memory is no vote of its own
+        (1.0, 0.3, True, 64),  # unless it is told to be
+        (0.05, 0.3, True, 64),  # two grow votes are one move
+        (20.0, 0.3, True, 16),  # and a shrink vote still wins
+    ],
+)
+def test_threshold_with_a_memory_vote(grad_norm: float, memory: float | None, grows: bool, size: int) -> None:
+    policy = Threshold(memory_vote="shrink", memory_grows=grows)
+    assert propose(policy, view(grad_norm=grad_norm, memory_fraction=memory)).global_batch_size == size
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"grad_norm_low": 10.0, "grad_norm_high": 1.0},
+        {"grad_norm_high": 0.0},
+        {"grad_norm_low": float("nan")},
+        {"memory_low": 0.9},
+        {"memory_high": 1.5},
+        {"memory_grows": True},
+        {"memory_vote": "shrnk"},
+    ],
+)
+def test_threshold_refuses_what_can_never_work(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="allowed"):
+        Threshold(**keys)
+
+
+def test_fixed_never_moves() -> None:
+    assert propose(Fixed(), view(grad_norm=1e9, memory_fraction=1.0)).global_batch_size == 32
+
+
+@pytest.mark.parametrize(("wanted", "size"), [(100, 64), (1, 4), (32, 32)])
+def test_clamp_keeps_the_bounds_and_names_both_numbers(wanted: int, size: int) -> None:
+    proposal = propose(Clamp(min=4, max=64), view(), wanted)
+    assert proposal.global_batch_size == size
+    assert proposal.reasons == (() if wanted == size else (proposal.reasons[0],))
+    assert wanted == size or f"{wanted} -> {size}" in proposal.reasons[0]
+
+
+@pytest.mark.parametrize(("since", "size"), [(None, 64), (0, 32), (1, 32), (2, 64)])
+def test_cooldown(since: int | None, size: int) -> None:
+    assert propose(Cooldown(decisions=2), view(since=since), 64).global_batch_size == size
+
+
+@pytest.mark.parametrize(("wanted", "size"), [(35, 32), (36, 36), (29, 32), (28, 28)])
+def test_dead_band(wanted: int, size: int) -> None:
+    assert propose(DeadBand(fraction=0.1), view(), wanted).global_batch_size == size
+
+
+@pytest.mark.parametrize(("start", "wanted", "size"), [(32, 100, 48), (32, 40, 40), (32, 1, 1), (1, 9, 2)])
+def test_growth_limit(start: int, wanted: int, size: int) -> None:
+    assert propose(GrowthLimit(factor=1.5), view(start), wanted).global_batch_size == size
+
+
+@pytest.mark.parametrize(("seen", "size"), [(0.5, 32), (1.99, 32), (2.0, 64)])
+def test_warmup_hold(seen: float, size: int) -> None:
+    assert propose(WarmupHold(epochs=2), view(epochs_seen=seen), 64).global_batch_size == size
+
+
+@pytest.mark.parametrize(
+    ("guard", "keys"),
+    [
+        (Clamp, {"min": 9, "max": 8}),
+        (Clamp, {"min": 0, "max": 8}),
+        (Cooldown, {"decisions": -1}),
+        (DeadBand, {"fraction": 1.0}),
+        (GrowthLimit, {"factor": 1.0}),
+        (WarmupHold, {"epochs": -1}),
+    ],
+)
+def test_guards_refuse_values_out_of_range(guard: Any, keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="allowed"):
+        guard(**keys)
