@@ -1,4 +1,4 @@
-"""``ray-dynbs train`` as an entry point: ``ray job submit --working-dir . -- python jobs/train.py CONFIG``."""
+"""``ray-dynbs train`` as an entry point: ``ray job submit --working-dir . -- python jobs/train.py CONF``."""
 
 import sys
 from pathlib import Path

@@ -1,0 +1,194 @@
+"""The LR is scaled around the step, restored exactly, and never seen by a scheduler."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from ray_dynbs.core.decision import Decision
+from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.lr import ScheduleProgress
+from ray_dynbs.core.plan import BatchPlan
+from ray_dynbs.training.loop import TrainingLoop
+from ray_dynbs.training.lr import Schedule, base_lr, scaled_lr, scheduler_class
+from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
+from tests.support import table, training_loop
+
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "CosineAnnealingLR": {"T_max": "auto"},
+    "StepLR": {"step_size": 7},
+    "MultiStepLR": {"milestones": [5, 20]},
+    "ExponentialLR": {"gamma": 0.99},
+    "LinearLR": {"total_iters": "auto"},
+    "OneCycleLR": {"max_lr": 0.2, "total_steps": "auto"},
+    "PolynomialLR": {"total_iters": "auto", "power": 2},
+    "CosineAnnealingWarmRestarts": {"T_0": 10},
+    "ConstantLR": {"total_iters": 5},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1},
+}
+
+
+def decision(size: int, scale: float, version: int = 1) -> Decision:
+    return Decision(
+        incarnation=0,
+        version=version,
+        epoch=0,
+        step=0,
+        samples_seen=0,
+        plan=BatchPlan.fit(size, 1),
+        lr_scale=scale,
+        reasons=(),
+    )
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_the_base_lr_comes_back_bit_for_bit(as_tensor: bool) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    lrs = [torch.tensor(0.1), torch.tensor(0.003)] if as_tensor else [0.1, 0.003]
+    optimizer = torch.optim.SGD([{"params": [w], "lr": lr} for w, lr in zip(weights, lrs, strict=True)])
+    held = [group["lr"] for group in optimizer.param_groups]
+    before = [float(lr) for lr in held]
+    for scale in [random.Random(0).uniform(0.01, 100) for _ in range(100)]:
+        with scaled_lr(optimizer, scale):
+            inside = [float(group["lr"]) for group in optimizer.param_groups]
+            assert inside == pytest.approx([lr * scale for lr in before])
+    assert [float(group["lr"]) for group in optimizer.param_groups] == before
+    assert not as_tensor or all(g["lr"] is h for g, h in zip(optimizer.param_groups, held, strict=True))
+
+
+def test_the_lr_comes_back_after_an_error() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+    def fail() -> None:
+        with scaled_lr(optimizer, 4.0):
+            raise RuntimeError("in the step")
+
+    with pytest.raises(RuntimeError, match="in the step"):
+        fail()
+    assert base_lr(optimizer) == 0.1
+
+
+def test_the_step_uses_the_scaled_lr() -> None:
+    """One SGD step at scale k moves the weights k times as far."""
+    moved = []
+    for scale in (1.0, 3.0):
+        model, loop = training_loop(
+            table(8), BatchPlan.fit(8, 1), make_optimizer=lambda p: torch.optim.SGD(p, lr=0.01)
+        )
+        before = model[0].weight.detach().clone()
+        loop.apply(decision(8, scale))
+        report = loop.train_epoch()
+        assert report.lr == pytest.approx(0.01 * scale)
+        moved.append(model[0].weight.detach() - before)
+    torch.testing.assert_close(moved[1], 3 * moved[0])
+
+
+def run_with_sizes(name: str, sizes: list[int], reference: int) -> tuple[float, TrainingLoop]:
+    """Base LR after three epochs of 50 rows, with the size changed at every step of the way."""
+    progress = ScheduleProgress(50, reference)
+    planned = 3 * progress.steps_per_epoch
+    _, loop = training_loop(
+        table(50),
+        BatchPlan.fit(reference, 1),
+        make_scheduler=lambda o: build_scheduler(name, o, SCHEDULERS[name], planned),
+        reference=reference,
+    )
+    remaining = list(sizes)
+    before = loop._schedule.after_step
+
+    def change(epoch: int, rows: int, skipped: int) -> None:
+        before(epoch, rows, skipped)
+        if remaining:
+            size = remaining.pop(0)
+            loop.apply(decision(size, size / reference))
+
+    loop._schedule.after_step = change  # type: ignore[method-assign]
+    for _ in range(3):
+        loop.train_epoch()
+    return base_lr(loop._optimizer), loop
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULERS))
+def test_a_schedule_ends_at_its_planned_value_after_any_history_of_sizes(name: str) -> None:
+    planned, _ = run_with_sizes(name, [], 8)
+    rng = random.Random(name)
+    for _ in range(3):
+        sizes = [rng.randint(1, 50) for _ in range(100)]
+        assert run_with_sizes(name, sizes, 8)[0] == pytest.approx(planned, rel=1e-12, abs=1e-15)
+
+
+def test_a_hundred_changes_leave_the_lr_where_it_began() -> None:
+    rng = random.Random(1)
+    _, loop = training_loop(table(400), BatchPlan.fit(4, 1))
+    start = base_lr(loop._optimizer)
+    for number in range(100):
+        loop.apply(decision(rng.randint(1, 40), rng.uniform(0.01, 50), number))
+        if number % 20 == 0:
+            loop.train_epoch()
+    loop.apply(decision(4, 1.0, 101))
+    report = loop.train_epoch()
+    assert base_lr(loop._optimizer) == start == report.lr
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULERS))
+def test_a_schedule_resumes_exactly(name: str) -> None:
+    def build() -> tuple[torch.optim.Optimizer, Schedule]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+        scheduler = build_scheduler(name, optimizer, SCHEDULERS[name], 30)
+        return optimizer, Schedule(scheduler, ScheduleProgress(100, 10))
+
+    def advance(optimizer: torch.optim.Optimizer, schedule: Schedule, epochs: range) -> list[float]:
+        lrs = []
+        for epoch in epochs:
+            for rows in range(5, 101, 5):
+                optimizer.step()
+                schedule.after_step(epoch, rows, 0)
+                lrs.append(base_lr(optimizer))
+        return lrs
+
+    straight = advance(*build(), range(3))
+    optimizer, schedule = build()
+    advance(optimizer, schedule, range(1))
+    saved = optimizer.state_dict(), schedule.state_dict()
+    optimizer, schedule = build()
+    optimizer.load_state_dict(saved[0])
+    schedule.load_state_dict(saved[1])
+    assert advance(optimizer, schedule, range(1, 3)) == straight[20:]
+
+
+def test_per_epoch_schedulers_step_once_an_epoch() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    progress = ScheduleProgress(100, 10)
+    plateau = Schedule(lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0), progress)
+    for loss in (1.0, 2.0, 3.0, None):
+        optimizer.step()
+        plateau.after_step(0, 50, 0)
+        plateau.after_epoch(loss)
+    assert base_lr(optimizer) == 0.25
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.25)
+    stepped = Schedule(lr_scheduler.StepLR(optimizer, 1, 0.1), progress, per_epoch=True)
+    optimizer.step()
+    stepped.after_step(0, 100, 0)
+    assert base_lr(optimizer) == 0.25
+    stepped.after_epoch(None)
+    assert base_lr(optimizer) == pytest.approx(0.025)
+
+
+def test_names_and_arguments_are_checked() -> None:
+    weight = [torch.nn.Parameter(torch.zeros(1))]
+    optimizer = build_optimizer("sgd", weight, {"lr": 0.1})
+    with pytest.raises(ConfigError, match=r"'Cosine'; allowed: none, "):
+        scheduler_class("Cosine")
+    with pytest.raises(ConfigError, match="unknown argument 'tmax'; allowed: T_max"):
+        build_scheduler("CosineAnnealingLR", optimizer, {"tmax": 3}, 10)
+    with pytest.raises(ConfigError, match=r"T_max.*auto stands for the 10 steps"):
+        build_scheduler("CosineAnnealingLR", optimizer, {}, 10)
+    with pytest.raises(ConfigError, match="unknown argument 'betas'"):
+        build_optimizer("sgd", weight, {"lr": 0.1, "betas": [0.9, 0.99]})
+    with pytest.raises(ConfigError, match="momentum"):
+        build_optimizer("sgd", weight, {"lr": 0.1, "momentum": -1.0})
+    assert build_scheduler("none", optimizer, {}, 10) is None
