@@ -15,6 +15,7 @@ from ray_dynbs.config import load_config
 from ray_dynbs.core.errors import ConfigError
 
 EXIT_FAILED, EXIT_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+NEWEST = "newest"
 # BadParameter -> UsageError -> ClickException: typer brings its own copy of click or uses the package,
 # depending on its version, and this is the same class either way.
 ClickException: type[Any] = typer.BadParameter.__mro__[2]
@@ -35,9 +36,9 @@ def train(
     config: ConfigPath,
     overrides: Overrides = None,
     out: Annotated[str | None, typer.Option(help="folder or URI for run directories")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the newest run of this name")] = False,
-    run_dir: Annotated[
-        str | None, typer.Option("--resume-from", metavar="RUN", help="go on with this run directory")
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="[RUN]", help="go on with this run directory, or the newest of this name"),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="show Ray's own output too")] = False,
 ) -> None:
@@ -46,7 +47,7 @@ def train(
 
     all_overrides = [*(overrides or ()), *([f"out={out}"] if out else ())]
     loaded = load_config(config, all_overrides)
-    raise typer.Exit(train_command(loaded, resume=run_dir or resume, verbose=verbose))
+    raise typer.Exit(train_command(loaded, resume=resume, verbose=verbose))
 
 
 @app.command()
@@ -80,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+        code = app(
+            args=_name_the_newest(sys.argv[1:] if arguments is None else arguments), standalone_mode=False
+        )
     except ConfigError as error:
         code = _complain(str(error))
     except ClickException as error:
@@ -89,6 +92,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (typer.Abort, KeyboardInterrupt):
         code = EXIT_INTERRUPTED
     sys.exit(code or 0)
+
+
+def _name_the_newest(arguments: Sequence[str]) -> list[str]:
+    """Give a ``--resume`` without a path the value it stands for: typer has no optional values."""
+    named = list(arguments)
+    for index, argument in reversed(list(enumerate(named))):
+        following = named[index + 1] if index + 1 < len(named) else "-"
+        if argument == "--resume" and (following.startswith("-") or following.endswith((".yaml", ".yml"))):
+            named.insert(index + 1, NEWEST)
+    return named
 
 
 def _complain(message: str) -> int:

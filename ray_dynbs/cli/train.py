@@ -15,12 +15,12 @@ from ray_dynbs.storage.run_directory import CONFIG, RunDirectory
 from ray_dynbs.tasks.preflight import Preflight, preflight
 
 
-def train_command(config: Config, *, resume: bool | str, verbose: bool) -> int:
+def train_command(config: Config, *, resume: str | None, verbose: bool) -> int:
     """Train, print, and return the exit code.
 
     Args:
         config: The configuration.
-        resume: Go on with the newest run of this name, or with the run directory given.
+        resume: A run directory to go on with, ``newest`` for the newest of this name, or ``None``.
         verbose: Show Ray's own output too.
 
     Raises:
@@ -34,11 +34,12 @@ def train_command(config: Config, *, resume: bool | str, verbose: bool) -> int:
         return _train(config, run, found)
 
 
-def _open_run(config: Config, resume: bool | str) -> RunDirectory | None:
+def _open_run(config: Config, resume: str | None) -> RunDirectory | None:
     """The run to go on with; ``None``: a new one, made once the cluster has accepted the workers."""
-    if not resume:
+    if resume is None:
         return None
-    run = RunDirectory.newest(config.out, config.name) if resume is True else RunDirectory.open(resume)
+    newest = resume == "newest"
+    run = RunDirectory.newest(config.out, config.name) if newest else RunDirectory.open(resume)
     for key, old, new in changed_keys(parse_yaml(run.read_text(CONFIG)), config.model_dump()):
         typer.echo(f"resume: {key} was {old!r}, is now {new!r}{_who_wins(key)}", err=True)
     return run
@@ -69,7 +70,7 @@ def _train(config: Config, run: RunDirectory | None, found: Preflight) -> int:
         _report_failure(error)
         return 1
     except (KeyboardInterrupt, SystemExit):
-        typer.echo(f"interrupted; go on with: --resume-from {run.uri}", err=True)
+        typer.echo(f"interrupted; go on with: --resume {run.uri}", err=True)
         return 130
     best = "" if result.best is None else f", best {config.metric.name} {result.best:.4f}"
     typer.echo(f"done: {result.epochs} epochs{best}; {run.uri}")

@@ -54,6 +54,7 @@ def run_training(
         ray.train.TrainingFailedError: a worker failed more often than allowed.
     """
     scaling = scaling_config(config)
+    run = RunDirectory(run.absolute_uri)  # workers have working directories of their own
     prepared = {split: materialize(split, source, config.data.columns) for split, source in sources.items()}
     coordinator = start_coordinator(config, run)
     known = len(ray.get(coordinator.progress.remote(0)))
@@ -64,7 +65,7 @@ def run_training(
         scaling_config=scaling,
         run_config=RunConfig(
             name=CHECKPOINTS,
-            storage_path=run.absolute_uri,
+            storage_path=run.uri,
             checkpoint_config=CheckpointConfig(num_to_keep=config.checkpoint.num_to_keep),
             failure_config=FailureConfig(max_failures=config.cluster.max_failures),
         ),

@@ -1,0 +1,80 @@
+"""A task for tests: a small regression whose loss writes down which rows it received.
+
+``task_args``: ``num_rows``, ``blocks``, ``log`` (folder for the rows received, or null), ``fail_at``
+(pass in which rank 0 fails, as long as ``log`` holds no file named ``healed``), ``policy_data`` ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import ray.data
+import torch
+import torch.distributed as dist
+
+from ray_dynbs.config import Config
+from tests.support import small_model, split_table, squared_error, table
+
+_arguments: dict[str, Any] = {}
+_calls = {"rows": 0}
+
+
+def datasets(config: Config) -> dict[str, Any]:
+    arguments = config.task_args
+    whole = table(arguments["num_rows"])
+    cuts = arguments.get("blocks", [])
+    found = {"train": ray.data.from_arrow([b for b in split_table(whole, cuts) if b.num_rows])}
+    if arguments.get("validate", True):
+        found["validation"] = ray.data.from_arrow(table(23, seed=9))
+    return found
+
+
+def build_model(config: Config) -> torch.nn.Module:
+    _arguments.update(config.task_args)
+    _calls["rows"] = 0
+    return small_model(seed=config.seed)
+
+
+def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    if model.training:
+        _write_down(batch["row"].tolist())
+    return squared_error(model)(batch)
+
+
+def metrics(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"mean_square": squared_error(model)(batch)[0]}
+
+
+def _write_down(rows: list[int]) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    folder = _arguments.get("log")
+    if not folder:
+        return
+    fail_after = _arguments.get("fail_after_rows")
+    if fail_after is not None and rank == 0 and not (Path(folder) / "healed").exists():
+        _calls["rows"] += len(rows)
+        if _calls["rows"] > fail_after:
+            raise ZeroDivisionError("this worker was told to fail")
+    with open(Path(folder) / f"rank-{rank}-{os.getpid()}.jsonl", "a") as file:
+        file.write(json.dumps(rows) + "\n")
+
+
+class Alternate:
+    """A policy that walks through given sizes, one per decision."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def init(self, plan: Any) -> int:
+        return 0
+
+    def update(self, proposal: Any, state: int, view: Any) -> tuple[Any, int]:
+        size = self.sizes[state % len(self.sizes)]
+        return proposal.because(f"size {state}", global_batch_size=size), state + 1
+
+
+def alternate(sizes: list[int]) -> Alternate:
+    return Alternate(sizes)
