@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import types
 import typing
 from typing import Any
 
 import typer
+from pydantic.fields import FieldInfo
 
 from ray_dynbs.config import Config
 from ray_dynbs.config.components import parameters
@@ -36,7 +38,8 @@ def check_command(config: Config) -> None:
 
 
 def print_schema() -> None:
-    """Every key with its type, default and meaning."""
+    """Every key with its type, range, default and meaning."""
+    typer.echo("Keys of a configuration\n")
     _print_section(Config, "")
     for title, registry in (("policy", POLICIES), ("guard", GUARDS)):
         for name, factory in sorted(registry.items()):
@@ -48,36 +51,57 @@ def print_schema() -> None:
 
 
 def _print_section(section: type[Section], prefix: str) -> None:
+    """A section's own keys, then the sections in it."""
+    inner = {}
     for name, field in section.model_fields.items():
         if inspect.isclass(field.annotation) and issubclass(field.annotation, Section):
-            typer.echo(f"\n{prefix}{name}: {_first_line(field.annotation)}")
-            _print_section(field.annotation, f"{prefix}{name}.")
+            inner[name] = field.annotation
             continue
-        default = (
-            "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)!r}"
-        )
-        typer.echo(f"  {prefix}{name}: {_type_name(field.annotation)}, {default}. {field.description or ''}")
+        default = ... if field.is_required() else field.get_default(call_default_factory=True)
+        limits = _limits(field.metadata) or _limits(typing.get_args(field.annotation))
+        _print_key(f"{prefix}{name}", _type_name(field.annotation), limits, default, field.description or "")
+    for name, kind in inner.items():
+        typer.echo(f"\n{prefix}{name}: {_first_line(kind)}")
+        _print_section(kind, f"{prefix}{name}.")
 
 
 def _print_keys(factory: Any) -> None:
-    keys = keys_of(factory)
     hints = typing.get_type_hints(factory)
     for name, parameter in parameters(factory).items():
-        empty = parameter.default is inspect.Parameter.empty
-        default = "required" if empty else f"default {parameter.default!r}"
-        key = keys.get(name)
-        allowed = f" ({key.allowed()})" if key and key.allowed() else ""
-        typer.echo(
-            f"  {name}: {_type_name(hints.get(name, Any))}{allowed}, {default}. {key.doc if key else ''}"
-        )
+        default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+        key = keys_of(factory).get(name)
+        limits, doc = (key.allowed(), key.doc) if key else ("", "")
+        _print_key(name, _type_name(hints.get(name, Any)), limits, default, doc)
+
+
+def _print_key(name: str, kind: str, limits: str, default: Any, doc: str) -> None:
+    given = "required" if default is ... else f"default {'null' if default is None else default}"
+    typer.echo(f"  {name}: {kind}{' ' + limits if limits else ''}; {given}. {doc}")
 
 
 def _type_name(annotation: Any) -> str:
+    """A type as someone who writes YAML would say it."""
     if typing.get_origin(annotation) is typing.Annotated:
-        annotation = typing.get_args(annotation)[0]
-    if inspect.isclass(annotation):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "").replace("NoneType", "None")
+        return _type_name(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) is typing.Literal:
+        return " | ".join(str(value) for value in typing.get_args(annotation))
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " | ".join(_type_name(part) for part in typing.get_args(annotation))
+    names = {int: "whole number", float: "number", str: "text", bool: "true | false", type(None): "null"}
+    if annotation in names:
+        return names[annotation]
+    return {dict: "mapping", list: "list"}.get(typing.get_origin(annotation) or annotation, str(annotation))
+
+
+def _limits(metadata: Any) -> str:
+    """The ranges among a field's metadata, also where the type itself carries them."""
+    found = []
+    for item in metadata:
+        found += [_limits(item.__metadata__)] if hasattr(item, "__metadata__") else []
+        found += [_limits(item.metadata)] if isinstance(item, FieldInfo) else []
+        signs = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+        found += [f"{sign} {getattr(item, name)}" for name, sign in signs if hasattr(item, name)]
+    return " and ".join(text for text in found if text)
 
 
 def _first_line(thing: Any) -> str:

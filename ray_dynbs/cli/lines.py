@@ -28,7 +28,8 @@ def epoch_line(record: EpochRecord, decision: Decision | None) -> str:
         f"{row['memory_fraction']:.0%}",
     )
     line = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
-    return line + "  " + _next(row["global_batch_size"], decision)
+    notes = "".join(f"note: {note}\n" for note in record.notes)
+    return f"{notes}{line}  {_next(row['global_batch_size'], decision)}"
 
 
 def _next(size: int, decision: Decision | None) -> str:

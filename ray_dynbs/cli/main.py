@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from ray_dynbs import __version__
+from ray_dynbs.cli.exits import INTERRUPTED, WRONG_INPUT
 from ray_dynbs.config import load_config
 from ray_dynbs.core.errors import ConfigError
 
-EXIT_FAILED, EXIT_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 NEWEST = "newest"
 # BadParameter -> UsageError -> ClickException: typer brings its own copy of click or uses the package,
 # depending on its version, and this is the same class either way.
@@ -88,9 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = _complain(str(error))
     except ClickException as error:
         message = error.format_message()
-        code = _complain(message) if message else EXIT_INPUT  # without arguments the help was shown
+        code = _complain(message) if message else WRONG_INPUT  # without arguments the help was shown
     except (typer.Abort, KeyboardInterrupt):
-        code = EXIT_INTERRUPTED
+        code = INTERRUPTED
     sys.exit(code or 0)
 
 
@@ -106,7 +106,7 @@ def _name_the_newest(arguments: Sequence[str]) -> list[str]:
 
 def _complain(message: str) -> int:
     typer.echo(f"error: {' '.join(message.split())}", err=True)
-    return EXIT_INPUT
+    return WRONG_INPUT
 
 
 if __name__ == "__main__":

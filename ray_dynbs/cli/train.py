@@ -7,6 +7,7 @@ import traceback
 
 import typer
 
+from ray_dynbs.cli.exits import DONE, FAILED, INTERRUPTED
 from ray_dynbs.cli.lines import epoch_line, header_line
 from ray_dynbs.cluster.session import ray_session
 from ray_dynbs.config import Config
@@ -30,51 +31,53 @@ def train_command(config: Config, *, resume: str | None, verbose: bool) -> int:
     for warning in found.warnings:
         typer.echo(f"warning: {warning}", err=True)
     run = _open_run(config, resume)
+    done = max((row["epoch"] + 1 for row in run.read_epochs()), default=0) if run else 0
+    if run and done >= config.epochs:
+        typer.echo(f"nothing left to do: {done} of {config.epochs} epochs are done; {run.uri}")
+        return DONE
     with ray_session(config.cluster.address, verbose=verbose):
         return _train(config, run, found)
 
 
 def _open_run(config: Config, resume: str | None) -> RunDirectory | None:
-    """The run to go on with; ``None``: a new one, made once the cluster has accepted the workers."""
+    """The run to go on with; ``None``: a new one, made once cluster and data have been found good."""
     if resume is None:
         return None
-    newest = resume == "newest"
-    run = RunDirectory.newest(config.out, config.name) if newest else RunDirectory.open(resume)
+    run = RunDirectory.newest(config.out, config.name) if resume == "newest" else RunDirectory.open(resume)
     for key, old, new in changed_keys(parse_yaml(run.read_text(CONFIG)), config.model_dump()):
-        typer.echo(f"resume: {key} was {old!r}, is now {new!r}{_who_wins(key)}", err=True)
+        section = key.partition(".")[0]
+        wins = "the checkpoint's" if section in ("optimizer", "scheduler") else "the new one"
+        typer.echo(f"resume: {key} was {old!r}, is now {new!r}; {wins} holds", err=True)
     return run
-
-
-def _who_wins(key: str) -> str:
-    section = key.partition(".")[0]
-    return "; the checkpoint's wins" if section in ("optimizer", "scheduler") else "; the new one holds"
 
 
 def _train(config: Config, run: RunDirectory | None, found: Preflight) -> int:
     from ray.exceptions import RayError
     from ray.train import TrainingFailedError
 
+    from ray_dynbs.cluster.data import prepare_data
     from ray_dynbs.cluster.trainer import run_training, scaling_config
 
-    scaling_config(config)  # refuses before anything is written
+    scaling_config(config)  # refuses what the cluster cannot place before anything is written
+    data = prepare_data(found.sources, config.data.columns)
     if run is None:
         run = RunDirectory.create(config.out, config.name)
         if run.name != config.name:
             typer.echo(f"{config.name} exists already: this run is {run.name}", err=True)
     run.write_text(CONFIG, dump_yaml(config))
-    typer.echo(f"run {run.uri}: {found.rows.get('train') or '?'} rows, {config.cluster.num_workers} workers")
+    typer.echo(f"run {run.uri}: {data.num_rows['train']} rows, {config.cluster.num_workers} workers")
     typer.echo(header_line(config.metric.name))
     try:
-        result = run_training(config, run, found.sources, lambda r, d: typer.echo(epoch_line(r, d)))
+        result = run_training(config, run, data, lambda r, d: typer.echo(epoch_line(r, d)))
     except (TrainingFailedError, RayError) as error:
         _report_failure(error)
-        return 1
+        return FAILED
     except (KeyboardInterrupt, SystemExit):
         typer.echo(f"interrupted; go on with: --resume {run.uri}", err=True)
-        return 130
+        return INTERRUPTED
     best = "" if result.best is None else f", best {config.metric.name} {result.best:.4f}"
     typer.echo(f"done: {result.epochs} epochs{best}; {run.uri}")
-    return 0
+    return DONE
 
 
 def _report_failure(error: BaseException) -> None:
@@ -84,5 +87,5 @@ def _report_failure(error: BaseException) -> None:
     cause = getattr(cause, "cause", None) or cause
     where = "" if rank is None else f" (worker {rank})"
     first_line = " ".join(str(cause).split()) or type(cause).__name__
-    print(f"error{where}: {type(cause).__name__}: {first_line[:500]}", file=sys.stderr)
+    typer.echo(f"error{where}: {type(cause).__name__}: {first_line[:500]}", err=True)
     traceback.print_exception(cause, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""From a source to blocks that every worker reads by reference.
+"""From sources to blocks that every worker reads by reference.
 
 The pipeline is materialised once, in the driver, before the workers start: it then needs no CPU beside
 theirs, and an epoch starts without a new executor.
@@ -6,7 +6,7 @@ theirs, and an epoch starts without a new executor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import ray.data
 
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.tasks.sources import Source, is_path
+from ray_dynbs.training.columns import ColumnStore
 
 
 @dataclass(frozen=True)
@@ -23,38 +24,68 @@ class Blocks:
 
     Attributes:
         refs: References to its Arrow tables, in row order.
-        num_rows: Rows over all of them.
     """
 
     refs: list[ray.ObjectRef[Any]]
-    num_rows: int
 
 
-def materialize(split: str, source: Source, columns: Sequence[str] | None) -> tuple[Blocks, ray.data.Dataset]:
-    """Run a source's pipeline once.
+@dataclass(frozen=True)
+class PreparedData:
+    """All splits of a run.
+
+    Attributes:
+        blocks: Split -> its blocks.
+        num_rows: Split -> its rows.
+        owners: The data sets that own the blocks: they live as long as this object does.
+    """
+
+    blocks: dict[str, Blocks]
+    num_rows: dict[str, int]
+    owners: tuple[ray.data.Dataset, ...]
+
+
+def prepare_data(sources: Mapping[str, Source], columns: list[str] | None) -> PreparedData:
+    """Run every source's pipeline once, and see that its rows can become tensors.
 
     Args:
-        split: Its name, for messages.
-        source: Parquet paths, or a data set of Ray Data.
+        sources: Split -> Parquet paths, or a data set of Ray Data.
         columns: Columns to keep, or ``None`` for all.
 
-    Returns:
-        The blocks, and the data set that owns them: keep it as long as the blocks are used.
-
     Raises:
-        ConfigError: there are no rows.
+        ConfigError: a split without rows, or with a column that holds nulls or no numbers.
     """
     context = ray.data.DataContext.get_current()
     # Row numbers are positions in the data set: they must not depend on which read ended first.
     context.execution_options.preserve_order = True
-    dataset = ray.data.read_parquet(source) if is_path(source) else source
+    blocks, num_rows, owners = {}, {}, []
+    for split, source in sources.items():
+        dataset = _open(split, source, columns)
+        blocks[split] = Blocks(dataset.to_arrow_refs())
+        num_rows[split] = _check(split, blocks[split], columns)
+        owners.append(dataset)
+    return PreparedData(blocks, num_rows, tuple(owners))
+
+
+def _open(split: str, source: Source, columns: list[str] | None) -> ray.data.Dataset:
+    dataset: ray.data.Dataset = ray.data.read_parquet(source) if is_path(source) else source
     if columns is not None:
-        dataset = dataset.select_columns(list(columns))
-    dataset = dataset.materialize()
-    num_rows = dataset.count()
-    if num_rows == 0:
+        names = dataset.columns() or []
+        missing = [column for column in columns if column not in names]
+        if missing:
+            raise ConfigError(f"{split} data: no column {missing[0]!r}; it has {', '.join(names)}")
+        dataset = dataset.select_columns(columns)
+    materialized: ray.data.Dataset = dataset.materialize()
+    return materialized
+
+
+def _check(split: str, blocks: Blocks, columns: list[str] | None) -> int:
+    try:
+        store = ColumnStore(fetch(blocks), columns)
+    except ConfigError as error:
+        raise ConfigError(f"{split} data: {error}") from error
+    if store.num_rows == 0:
         raise ConfigError(f"{split} data: no rows; allowed: at least 1")
-    return Blocks(dataset.to_arrow_refs(), num_rows), dataset
+    return store.num_rows
 
 
 def fetch(blocks: Blocks) -> list[Any]:

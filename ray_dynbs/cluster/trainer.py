@@ -12,13 +12,12 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from ray_dynbs.cluster.coordinator import EpochRecord, start_coordinator
-from ray_dynbs.cluster.data import materialize
+from ray_dynbs.cluster.data import PreparedData
 from ray_dynbs.cluster.worker import WorkerInput, train_worker
 from ray_dynbs.config import Config
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.storage.run_directory import CHECKPOINTS, RunDirectory
-from ray_dynbs.tasks.sources import Source
 
 POLL_S = 0.5
 CPU_SHARES = (1.0, 0.5, 0.25, 0.125)
@@ -39,29 +38,27 @@ class RunResult:
 
 
 def run_training(
-    config: Config, run: RunDirectory, sources: dict[str, Source], on_epoch: OnEpoch | None = None
+    config: Config, run: RunDirectory, data: PreparedData, on_epoch: OnEpoch | None = None
 ) -> RunResult:
     """Train on the connected cluster; goes on from the run's newest checkpoint if it has one.
 
     Args:
         config: The configuration.
         run: Its directory, which exists.
-        sources: Split -> source of its rows.
+        data: Its rows.
         on_epoch: Called from another thread for every finished epoch.
 
     Raises:
-        ConfigError: the cluster cannot place the workers, or a split has no rows.
+        ConfigError: the cluster cannot place the workers.
         ray.train.TrainingFailedError: a worker failed more often than allowed.
     """
     scaling = scaling_config(config)
     run = RunDirectory(run.absolute_uri)  # workers have working directories of their own
-    prepared = {split: materialize(split, source, config.data.columns) for split, source in sources.items()}
     coordinator = start_coordinator(config, run)
     known = len(ray.get(coordinator.progress.remote(0)))
-    given = WorkerInput(config, run, {split: blocks for split, (blocks, _) in prepared.items()}, coordinator)
     trainer = TorchTrainer(
         train_worker,  # type: ignore[arg-type]  # typed as returning nothing; the value is handed on
-        train_loop_config={"input": given},
+        train_loop_config={"input": WorkerInput(config, run, data.blocks, coordinator)},
         scaling_config=scaling,
         run_config=RunConfig(
             name=CHECKPOINTS,
@@ -70,10 +67,12 @@ def run_training(
             failure_config=FailureConfig(max_failures=config.cluster.max_failures),
         ),
     )
-    with _Follower(coordinator, known, on_epoch):
-        result: Any = trainer.fit()
+    try:
+        with _Follower(coordinator, known, on_epoch):
+            result: Any = trainer.fit()
+    finally:
+        ray.kill(coordinator)
     outcome = result.return_value
-    ray.kill(coordinator)
     return RunResult(best=outcome["best"], epochs=outcome["epochs"])
 
 
@@ -90,9 +89,9 @@ def scaling_config(config: Config) -> ScalingConfig:
     cpus, gpus = cluster.get("CPU", 0.0), cluster.get("GPU", 0.0)
     workers = wanted.num_workers
     use_gpu = gpus >= workers if wanted.use_gpu == "auto" else wanted.use_gpu
-    share = next((s for s in CPU_SHARES if s * workers <= cpus), None)
-    resources = wanted.resources_per_worker or {"CPU": share or 1.0}
-    needed = dict.fromkeys(resources, 0.0) | {name: each * workers for name, each in resources.items()}
+    share = next((s for s in CPU_SHARES if s * workers <= cpus), CPU_SHARES[-1])
+    resources = wanted.resources_per_worker or {"CPU": share}
+    needed = {name: each * workers for name, each in resources.items()}
     if use_gpu:
         needed.setdefault("GPU", float(workers))
     for name, total in needed.items():
@@ -117,8 +116,9 @@ class _Follower:
 
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
-        self._thread.join(timeout=5)
-        self._poll()
+        self._thread.join(timeout=10)
+        if not self._thread.is_alive():
+            self._poll()
 
     def _follow(self) -> None:
         while not self._stop.wait(POLL_S):

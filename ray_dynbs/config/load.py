@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from ray_dynbs.config.errors import explain
-from ray_dynbs.config.schema import Config
+from ray_dynbs.config.schema import Config, default_guards
 from ray_dynbs.core.errors import ConfigError
 
 
@@ -103,6 +103,8 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     except ConfigError as error:
         raise ConfigError(f"--set {override}: {error}") from error
     parts = path.strip().split(".")
+    if parts[0] == "guards" and len(parts) > 1:
+        data.setdefault("guards", default_guards())
     node: Any = data
     for part in parts[:-1]:
         node = _descend(node, part, override)

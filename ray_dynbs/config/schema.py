@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ray_dynbs.config.components import build_guards, build_policy
 from ray_dynbs.core.errors import ConfigError
@@ -16,6 +16,7 @@ from ray_dynbs.core.lr import LR_RULES
 from ray_dynbs.core.manager import DynamicBatchSizeManager
 
 RuleName = Literal["none", "linear", "sqrt"]
+DEFAULT_POLICY = "threshold"
 Rows = Annotated[int, Field(ge=1)]
 
 
@@ -142,7 +143,8 @@ class CheckpointSection(Section):
     num_to_keep: Annotated[int, Field(ge=1)] = Field(2, description="newest checkpoints to keep")
 
 
-def _default_guards() -> list[dict[str, Any]]:
+def default_guards() -> list[dict[str, Any]]:
+    """Keep the batch for two epochs, and for one decision after each change."""
     return [{"name": "warmup_hold", "epochs": 2}, {"name": "cooldown", "decisions": 1}]
 
 
@@ -164,16 +166,21 @@ class Config(Section):
     data: DataSection = Field(default_factory=DataSection)
     batch: BatchSection = Field(default_factory=BatchSection)
     policy: dict[str, Any] = Field(
-        default_factory=lambda: {"name": "threshold"},
+        default_factory=lambda: {"name": DEFAULT_POLICY},
         description="a policy's name, or import path, and its keys",
     )
-    guards: list[dict[str, Any]] = Field(default_factory=_default_guards, description="guards, in order")
+    guards: list[dict[str, Any]] = Field(default_factory=default_guards, description="guards, in order")
     lr: LRSection = Field(default_factory=LRSection)
     memory: MemorySection = Field(default_factory=MemorySection)
     cluster: ClusterSection = Field(default_factory=ClusterSection)
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     out: str = Field("runs", description="folder or URI for run directories")
+
+    @field_validator("policy")
+    @classmethod
+    def _named(cls, policy: dict[str, Any]) -> dict[str, Any]:
+        return {"name": DEFAULT_POLICY, **policy}
 
     @model_validator(mode="after")
     def _buildable(self) -> Config:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from ray_dynbs.config import Config
+from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.lr import LR_RULES, ScheduleProgress
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.sources import Source, count_rows, resolve_sources
 from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
+from ray_dynbs.training.step import refuse_collective_layers
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,27 @@ def preflight(config: Config) -> Preflight:
     task = load_task(config.task)
     sources = resolve_sources(config, task)
     rows = {split: count_rows(split, source, config.data.columns) for split, source in sources.items()}
+    _check_model(config, task)
     _check_optimizer(config, task, rows.get("train"))
     return Preflight(sources, rows, tuple(_warnings(config, rows)))
+
+
+def _check_model(config: Config, task: Any) -> None:
+    """Build the model without memory for its weights, to hear its complaints about the configuration.
+
+    A model may need real memory while it is built; such trouble is left to the workers.
+
+    Raises:
+        ConfigError: the model refuses its arguments, or cannot be trained in parallel micro-batches.
+    """
+    try:
+        with torch.device("meta"):
+            model = task.build_model(config)
+    except ConfigError:
+        raise
+    except Exception:  # noqa: BLE001  # only an honest attempt: the workers build it for real
+        return
+    refuse_collective_layers(model)
 
 
 def _check_optimizer(config: Config, task: Any, rows: int | None) -> None:

@@ -66,12 +66,7 @@ class OptimizerStep:
         *,
         clip_grad_norm: float | None = None,
     ) -> None:
-        for name, layer in model.named_modules():
-            if isinstance(layer, torch.nn.SyncBatchNorm):
-                raise ConfigError(
-                    f"layer {name} is SyncBatchNorm, whose forward waits for every rank, but ranks may "
-                    "hold different numbers of micro-batches; use BatchNorm, GroupNorm or LayerNorm"
-                )
+        refuse_collective_layers(model)
         self._optimizer = optimizer
         self._world = world
         self._precision = precision
@@ -116,3 +111,17 @@ class OptimizerStep:
             scaler.step(self._optimizer)
         scaler.update()
         return not scaler.is_enabled() or scaler.get_scale() >= before
+
+
+def refuse_collective_layers(model: torch.nn.Module) -> None:
+    """Refuse a model that would hang where ranks hold different numbers of micro-batches.
+
+    Raises:
+        ConfigError: a layer whose forward is a collective; names it.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm):
+            raise ConfigError(
+                f"layer {name} is SyncBatchNorm, whose forward waits for every rank, but ranks may "
+                "hold different numbers of micro-batches; use BatchNorm, GroupNorm or LayerNorm"
+            )

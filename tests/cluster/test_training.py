@@ -11,6 +11,7 @@ import pytest
 import ray.train
 import torch
 
+from ray_dynbs.cluster.data import prepare_data
 from ray_dynbs.cluster.trainer import RunResult, run_training
 from ray_dynbs.config import Config
 from ray_dynbs.core.journal import decode_lines, replay
@@ -50,7 +51,8 @@ def make_config(folder: Path, num_workers: int, **task_args: Any) -> Config:
 def run(config: Config, directory: RunDirectory | None = None) -> tuple[RunResult, RunDirectory]:
     directory = directory or RunDirectory.create(config.out, config.name)
     sources = resolve_sources(config, load_task(config.task))
-    return run_training(config, directory, sources), directory
+    data = prepare_data(sources, config.data.columns)
+    return run_training(config, directory, data), directory
 
 
 def history(directory: RunDirectory) -> list[dict[str, Any]]:

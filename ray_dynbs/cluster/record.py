@@ -1,0 +1,76 @@
+"""What rank 0 tells the coordinator about an epoch: the signal, and the row of ``epochs.parquet``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray_dynbs.core.decision import Decision
+from ray_dynbs.core.signal import Signal
+from ray_dynbs.training.loop import EpochReport, Progress
+
+
+def make_signal(
+    report: EpochReport, progress: Progress, validation: Mapping[str, float], *, metric: str, world_size: int
+) -> Signal:
+    """The measurements of an epoch as the manager wants them.
+
+    Args:
+        report: What the training pass measured.
+        progress: Where the run is after it.
+        validation: Mean loss and metrics; empty without validation rows.
+        metric: Name of the metric that counts.
+        world_size: Number of ranks.
+    """
+    totals = report.totals
+    return Signal.measured(
+        epoch=report.epoch,
+        epochs_seen=float(progress.epoch),
+        step=progress.step,
+        samples_seen=progress.samples_seen,
+        plan_version=report.plan_version,
+        world_size=world_size,
+        num_steps=totals.num_steps,
+        num_finite_steps=totals.num_finite_steps,
+        rows=report.rows,
+        grad_norm=totals.grad_norm,
+        train_loss=totals.loss,
+        val_loss=validation.get("loss"),
+        val_metric=validation.get(metric),
+        memory_fraction=report.memory_fraction,
+        step_time_s=report.epoch_time_s / max(report.steps, 1),
+    )
+
+
+def make_row(
+    report: EpochReport, applied: Decision, validation: Mapping[str, float], *, metric: str
+) -> dict[str, Any]:
+    """One row of ``epochs.parquet``.
+
+    Args:
+        report: What the training pass measured.
+        applied: The decision it was trained under.
+        validation: Mean loss and metrics; empty without validation rows.
+        metric: Name of the metric that counts.
+    """
+    plan = applied.plan
+    return {
+        "epoch": report.epoch,
+        "incarnation": applied.incarnation,
+        "global_batch_size": plan.global_batch_size,
+        "micro_batch_size": plan.micro_batch_size,
+        "grad_accum_steps": plan.grad_accum_steps,
+        "world_size": plan.world_size,
+        "steps": report.steps,
+        "rows": report.rows,
+        "lr": report.lr,
+        "lr_scale": report.lr_scale,
+        "train_loss": report.totals.loss,
+        "val_loss": validation.get("loss"),
+        "val_metric": validation.get(metric),
+        "grad_norm": report.totals.grad_norm,
+        "noise_scale": None,
+        "memory_fraction": report.memory_fraction,
+        "samples_per_s": report.rows / report.epoch_time_s,
+        "epoch_time_s": report.epoch_time_s,
+    }

@@ -1,0 +1,143 @@
+"""One worker's parts of a run, built from the configuration: model, data, optimizer, loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ray_dynbs.cluster.data import Blocks, fetch
+from ray_dynbs.config import Config
+from ray_dynbs.core.lr import ScheduleProgress
+from ray_dynbs.tasks.loading import load_task
+from ray_dynbs.training.checkpoint import TrainState, seed_everything
+from ray_dynbs.training.columns import ColumnStore
+from ray_dynbs.training.evaluate import evaluate
+from ray_dynbs.training.feed import IndexedFeed, sequential_batches
+from ray_dynbs.training.loop import Progress, TrainingLoop
+from ray_dynbs.training.lr import Schedule
+from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
+from ray_dynbs.training.precision import MixedPrecision
+from ray_dynbs.training.step import OptimizerStep
+from ray_dynbs.training.world import World
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one worker trains with.
+
+    Attributes:
+        config: The run's configuration.
+        world: The ranks.
+        task: The user's task.
+        state: Model, optimizer, schedule and precision.
+        feed: This rank's training rows.
+        validation: The validation rows, or ``None``.
+    """
+
+    config: Config
+    world: World
+    task: Any
+    state: TrainState
+    feed: IndexedFeed
+    validation: ColumnStore | None
+
+    def make_loop(self, progress: Progress) -> TrainingLoop:
+        """The training loop, going on from ``progress``; every rank takes rank 0's weights.
+
+        Raises:
+            ConfigError: a model that cannot be trained in parallel micro-batches.
+        """
+        state, config = self.state, self.config
+        step = OptimizerStep(
+            state.model, state.optimizer, self.world, state.precision, clip_grad_norm=config.clip_grad_norm
+        )
+        return TrainingLoop(
+            model=state.model,
+            optimizer=state.optimizer,
+            step=step,
+            schedule=state.schedule,
+            feed=self.feed,
+            loss_fn=lambda batch: self.task.loss(state.model, batch),
+            world=self.world,
+            seed=config.seed,
+            warmup_epochs=config.lr.warmup_epochs,
+            progress=progress,
+        )
+
+    def evaluate(self, micro_batch_size: int) -> dict[str, float]:
+        """Mean loss and metrics over the validation rows; empty without any.
+
+        Args:
+            micro_batch_size: Rows that fit in a training forward; evaluation, which keeps no
+                activations, takes twice that unless the configuration says otherwise.
+        """
+        if self.validation is None:
+            return {}
+        model, metrics = self.state.model, getattr(self.task, "metrics", None)
+        batches = sequential_batches(
+            self.validation,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            batch_size=self.config.evaluate.batch_size or 2 * micro_batch_size,
+            device=self.world.device,
+        )
+        return evaluate(
+            model,
+            batches,
+            lambda batch: self.task.loss(model, batch),
+            (lambda batch: metrics(model, batch)) if metrics else None,
+            world=self.world,
+            precision=self.state.precision,
+        )
+
+
+def build_parts(config: Config, world: World, blocks: dict[str, Blocks]) -> Parts:
+    """Build everything a worker trains with.
+
+    Raises:
+        ConfigError: the data, the model or the optimizer does not fit the configuration.
+    """
+    task = load_task(config.task)
+    precision = MixedPrecision(config.precision, world.device)
+    floats = torch.float64 if config.precision == "fp64" else None
+    stores = {split: ColumnStore(fetch(data), config.data.columns, floats) for split, data in blocks.items()}
+    progress = ScheduleProgress(stores["train"].num_rows, config.reference_batch_size)
+    seed_everything(config.seed, 0, 0)
+    model = task.build_model(config).to(device=world.device, dtype=precision.weight_dtype)
+    optimizer = _optimizer(config, task, model)
+    schedule = Schedule(
+        _scheduler(config, task, optimizer, progress), progress, per_epoch=config.scheduler.unit == "epoch"
+    )
+    feed = IndexedFeed(
+        stores["train"],
+        rank=world.rank,
+        plan=config.make_manager(world.size).plan,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        device=world.device,
+    )
+    state = TrainState(model, optimizer, schedule, precision)
+    return Parts(config, world, task, state, feed, stores.get("validation"))
+
+
+def _optimizer(config: Config, task: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    build = getattr(task, "build_optimizer", None)
+    if build is not None:
+        optimizer: torch.optim.Optimizer = build(config, model)
+        return optimizer
+    section = config.optimizer
+    return build_optimizer(section.name, model.parameters(), section.arguments)
+
+
+def _scheduler(
+    config: Config, task: Any, optimizer: torch.optim.Optimizer, progress: ScheduleProgress
+) -> torch.optim.lr_scheduler.LRScheduler | None:
+    section = config.scheduler
+    planned = config.epochs * (progress.steps_per_epoch if section.unit == "step" else 1)
+    build = getattr(task, "build_scheduler", None)
+    if build is not None:
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = build(config, optimizer, planned)
+        return scheduler
+    return build_scheduler(section.name, optimizer, section.arguments, planned)

@@ -1,0 +1,224 @@
+"""Wrong input: exit 2 and one line that names the key, what was found and what is allowed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from ray_dynbs.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+BASE: dict[str, Any] = {
+    "task": "ray_dynbs.tasks.tabular",
+    "epochs": 2,
+    "optimizer": {"name": "sgd", "lr": 0.1},
+    "data": {"features": ["a", "b"], "label": "y"},
+    "task_args": {"num_classes": 2},
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A good configuration over a folder of two Parquet files."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = {"a": [1.0, 2.0] * 10, "b": [1, 2] * 10, "y": [0, 1] * 10, "text": ["p", "q"] * 10}
+    for name in ("one", "two"):
+        pq.write_table(pa.table(rows), folder / f"{name}.parquet")
+    pq.write_table(pa.table(rows).slice(0, 0), tmp_path / "empty.parquet")
+    (tmp_path / "broken.parquet").write_bytes(b"not a parquet file at all")
+    data = {**BASE, "out": str(tmp_path / "runs"), "data": {**BASE["data"], "train": str(folder)}}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    captured = capsys.readouterr()
+    return int(exit_info.value.code or 0), captured.out, captured.err
+
+
+def test_a_good_configuration_is_summed_up(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "check", str(config))
+    assert (code, err) == (0, "")
+    assert "40 train rows" in out
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "jobs" / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_shipped_configuration_is_good(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, "check", str(path))
+    assert (code, err) == (0, "")
+
+
+WRONG = {
+    "unknown key": ("batch.inital=3", "batch.inital: unknown key (did you mean 'initial'?)"),
+    "unknown section": ("bach.initial=3", "bach: unknown key (did you mean 'batch'?)"),
+    "wrong type": ("epochs=three", "epochs is 'three'; allowed: a whole number"),
+    "fraction": ("epochs=1.5", "epochs is 1.5; allowed: a whole number"),
+    "boolean": ("batch.initial=true", "batch.initial is True; allowed: a whole number"),
+    "out of range": ("optimizer.lr=0", "optimizer.lr is 0; allowed: > 0"),
+    "not finite": ("optimizer.lr=.nan", "optimizer.lr is nan; allowed: a finite number"),
+    "min above max": ("batch.min=600", "batch: min is 600 and max is 512; allowed: min at most max"),
+    "initial outside": ("batch.initial=600", "batch: initial is 600; allowed: 8 to 512"),
+    "unknown choice": ("lr.rule=linera", "lr.rule is 'linera'; allowed: 'none', 'linear' or 'sqrt'"),
+    "union": ("cluster.use_gpu=maybe", "cluster.use_gpu is 'maybe'; allowed: 'auto' or true or false"),
+    "unknown policy": ("policy.name=treshold", "policy.name is 'treshold' (did you mean 'threshold'?)"),
+    "policy import": ("policy.name=nope.policy", "policy.name is 'nope.policy', which does not import"),
+    "no policy": ("policy.name=json.dumps", "policy.obj is missing"),
+    "policy key": (
+        "policy.grad_norm_hi=3",
+        "policy.grad_norm_hi: unknown key (did you mean 'grad_norm_high'?)",
+    ),
+    "policy type": ("policy.grad_norm_high=x", "policy.grad_norm_high is 'x'; allowed: a number"),
+    "policy range": ("policy.grad_norm_high=-1", "Threshold.grad_norm_high is -1.0; allowed: > 0"),
+    "policy order": ("policy.grad_norm_low=20", "grad_norm_low is 20.0 and grad_norm_high is 10.0"),
+    "guard": ("guards.0.name=warmup", "guards.0.name is 'warmup' (did you mean 'warmup_hold'?)"),
+    "guard key": ("guards.1.decision=1", "guards.1.decision: unknown key (did you mean 'decisions'?)"),
+    "guard index": ("guards.7.epochs=1", "'7' is no item of a list of 2"),
+    "optimizer": ("optimizer.name=sdg", "optimizer.name is 'sdg'; allowed: 'sgd', 'adam' or 'adamw'"),
+    "optimizer key": ("optimizer.momentun=0.9", "optimizer (sgd): unknown argument 'momentun'"),
+    "scheduler": ("scheduler.name=Cosine", "scheduler.name is 'Cosine'; allowed: none, "),
+    "scheduler key": ("scheduler.name=CosineAnnealingLR", "missing 1 required positional argument: 'T_max'"),
+    "precision": ("precision=fp8", "precision is 'fp8'; allowed: 'fp32', 'bf16', 'fp16' or 'fp64'"),
+    "task": ("task=nope.task", "task 'nope.task' does not import: ModuleNotFoundError"),
+    "task without parts": ("task=json", "task 'json' has no build_model, loss"),
+    "task argument": ("task_args.hiden=[3]", "task_args.hiden: unknown key"),
+    "missing file": ("data.train=/nope/x.parquet", "train data '/nope/x.parquet': no such file or folder"),
+    "missing column": ("data.features=[a, z]", "no column 'z'; it has a, b, y, text"),
+    "no workers": ("cluster.num_workers=0", "cluster.num_workers is 0; allowed: >= 1"),
+    "name": ("name=a/b", "name is 'a/b'"),
+    "no value": ("epochs", "--set 'epochs': allowed: section.key=value"),
+    "no section": ("epochs.x=3", "epochs is 2, which has no keys"),
+    "bad yaml": ("batch={", "--set batch={"),
+    "scheme": ("data.train=nope://x/y", "nope://x/y"),
+}
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input(case: str, command: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    override, words = WRONG[case]
+    code, out, err = call(capsys, command, str(config), "--set", override)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1, err
+    assert err.startswith("error: ")
+    assert words in err
+    assert not (config.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("empty", "no rows; allowed: at least 1"),
+        ("broken", "not readable as Parquet"),
+        ("absent", "no such file"),
+    ],
+)
+def test_files_without_rows(name: str, words: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config.parent / f"{name}.parquet"
+    code, out, err = call(capsys, "train", str(config), "--set", f"data.train={path}")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert words in err
+    assert str(path) in err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("epochs: [1", "not YAML: line 1"),
+        ("- a\n- b", "holds list; allowed: a mapping"),
+        ("", "holds NoneType"),
+        ("epochs: 1\nepochs: 2\n", "line 2: key 'epochs' is given twice"),
+        ("epochs: 1\n", "task is missing"),
+        ("a: !!python/object/apply:os.getcwd []", "not YAML"),
+        ("\x00", "not YAML"),
+    ],
+)
+def test_files_that_are_no_configuration(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    code, _, err = call(capsys, "check", str(path))
+    assert code == 2
+    assert err.count("\n") == 1
+    assert str(path) in err
+    assert words in err
+
+
+def test_a_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "check", "nope.yaml") == (2, "", "error: nope.yaml: No such file or directory\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["trian"], ["train"], ["train", "x.yaml", "--nope"], ["check"], ["train", "x.yaml", "y.yaml"]],
+)
+def test_wrong_use(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, *arguments)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+def test_nothing_to_resume(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, "train", str(config), "--resume")
+    assert code == 2
+    assert "--resume: no run named 'config' in" in err
+    code, _, err = call(capsys, "train", str(config), "--resume", str(config.parent / "nowhere"))
+    assert code == 2
+    assert "not a run directory" in err
+    assert not (config.parent / "runs").exists()
+
+
+def test_a_rule_that_does_not_fit_and_a_batch_above_the_data_are_warned_about(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = call(capsys, "check", str(config), "--set", "lr.rule=sqrt", "--set", "batch.initial=64")
+    assert code == 0
+    assert err.splitlines() == [
+        "warning: lr.rule sqrt is made for adam and adamw; for sgd use linear",
+        "warning: batch.initial is 64, but there are 40 rows: one step per epoch",
+    ]
+
+
+def test_another_policy_starts_its_section_anew(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["--set", "policy.grad_norm_high=5", "--set", "policy.name=fixed"]
+    code, out, _ = call(capsys, "check", str(config), *overrides)
+    assert code == 0
+    assert "policy fixed" in out
+
+
+def test_the_schema_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "check", "--schema")
+    assert code == 0
+    for key in (
+        "batch.initial",
+        "lr.warmup_epochs",
+        "grad_norm_high",
+        "memory_grows",
+        "decisions",
+        "lr.rule sqrt",
+    ):
+        assert key in out
+    assert "object at" not in out
+    assert "PydanticUndefined" not in out
+
+
+def test_a_task_beside_the_working_directory_is_found(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (config.parent / "my_own_task.py").write_text("from ray_dynbs.tasks.tabular import build_model, loss\n")
+    monkeypatch.chdir(config.parent)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert call(capsys, "check", "config.yaml", "--set", "task=my_own_task")[0] == 0
+    sys.modules.pop("my_own_task")
