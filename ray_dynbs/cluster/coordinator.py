@@ -64,6 +64,7 @@ class Coordinator:
     def __init__(self, config: Config, run: RunDirectory) -> None:
         self._config, self._run = config, run
         self._decisions = {(d.incarnation, d.version): d for d in decode_lines(run.read_text(DECISIONS))}
+        self._lines = {key: encode_line(d) + "\n" for key, d in self._decisions.items()}
         self._records = {_key(row): EpochRecord(row) for row in run.read_epochs()}
         self._starts: dict[str, int] = {}
 
@@ -100,9 +101,10 @@ class Coordinator:
         return [(r, by_epoch.get((r.row["incarnation"], r.row["epoch"]))) for r in records]
 
     def _record(self, decision: Decision) -> None:
-        self._decisions[decision.incarnation, decision.version] = decision
-        lines = "".join(encode_line(d) + "\n" for d in self._decisions.values())
-        self._run.write_text(DECISIONS, lines)
+        key = (decision.incarnation, decision.version)
+        self._decisions[key] = decision
+        self._lines[key] = encode_line(decision) + "\n"
+        self._run.write_text(DECISIONS, "".join(self._lines.values()))
 
     def _add_epochs(self, records: tuple[EpochRecord, ...]) -> None:
         if records:

@@ -38,7 +38,12 @@ class RunResult:
 
 
 def run_training(
-    config: Config, run: RunDirectory, data: PreparedData, on_epoch: OnEpoch | None = None
+    config: Config,
+    run: RunDirectory,
+    data: PreparedData,
+    on_epoch: OnEpoch | None = None,
+    *,
+    loop: Callable[[dict[str, Any]], dict[str, Any]] = train_worker,
 ) -> RunResult:
     """Train on the connected cluster; goes on from the run's newest checkpoint if it has one.
 
@@ -47,6 +52,7 @@ def run_training(
         run: Its directory, which exists.
         data: Its rows.
         on_epoch: Called from another thread for every finished epoch.
+        loop: What every worker runs.
 
     Raises:
         ConfigError: the cluster cannot place the workers.
@@ -57,7 +63,7 @@ def run_training(
     coordinator = start_coordinator(config, run)
     known = len(ray.get(coordinator.progress.remote(0)))
     trainer = TorchTrainer(
-        train_worker,  # type: ignore[arg-type]  # typed as returning nothing; the value is handed on
+        loop,  # type: ignore[arg-type]  # typed as returning nothing; the value is handed on
         train_loop_config={"input": WorkerInput(config, run, data.blocks, coordinator)},
         scaling_config=scaling,
         run_config=RunConfig(

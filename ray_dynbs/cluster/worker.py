@@ -64,13 +64,18 @@ class Worker:
     def train(self) -> dict[str, Any]:
         """All epochs that are left."""
         while self._loop.progress.epoch < self._config.epochs:
-            report = self._loop.train_epoch()
-            validation = self._parts.evaluate(self._decision.plan.micro_batch_size)
-            self._parts.state.schedule.after_epoch(validation.get("loss", report.totals.loss))
-            self._keep_best(validation)
-            self._decide(report, validation)
-            self._save()
+            self.train_epoch()
         return {"best": self._best, "epochs": self._loop.progress.epoch}
+
+    def train_epoch(self) -> EpochReport:
+        """One pass: train, evaluate, decide, save."""
+        report = self._loop.train_epoch()
+        validation = self._parts.evaluate(self._decision.plan.micro_batch_size)
+        self._parts.state.schedule.after_epoch(validation.get("loss", report.totals.loss))
+        self._keep_best(validation)
+        self._decide(report, validation)
+        self._save()
+        return report
 
     def _restore(self) -> dict[str, Any] | None:
         """Go on from the newest checkpoint if there is one; returns its manager state."""

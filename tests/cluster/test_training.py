@@ -129,7 +129,7 @@ def test_the_number_of_workers_does_not_change_a_run(
     np.testing.assert_allclose(weights(directory), weights(straight[1]), rtol=1e-10)
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_interrupted_run_equals_an_uninterrupted_one(
     straight: tuple[Path, RunDirectory], tmp_path: Path, num_workers: int
 ) -> None:
