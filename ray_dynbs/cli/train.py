@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
-
 import typer
 
 from ray_dynbs.cli.exits import DONE, FAILED, INTERRUPTED
+from ray_dynbs.cli.failure import report_failure
 from ray_dynbs.cli.lines import epoch_line, header_line
 from ray_dynbs.cluster.session import ray_session
 from ray_dynbs.config import Config
@@ -70,7 +68,7 @@ def _train(config: Config, run: RunDirectory | None, found: Preflight) -> int:
     try:
         result = run_training(config, run, data, lambda r, d: typer.echo(epoch_line(r, d)))
     except (TrainingFailedError, RayError) as error:
-        _report_failure(error)
+        report_failure(error)
         return FAILED
     except (KeyboardInterrupt, SystemExit):
         typer.echo(f"interrupted; go on with: --resume {run.uri}", err=True)
@@ -78,14 +76,3 @@ def _train(config: Config, run: RunDirectory | None, found: Preflight) -> int:
     best = "" if result.best is None else f", best {config.metric.name} {result.best:.4f}"
     typer.echo(f"done: {result.epochs} epochs{best}; {run.uri}")
     return DONE
-
-
-def _report_failure(error: BaseException) -> None:
-    """The cause in one line, then the worker's traceback."""
-    failures = getattr(error, "worker_failures", None) or {}
-    rank, cause = min(failures.items()) if failures else (None, error)
-    cause = getattr(cause, "cause", None) or cause
-    where = "" if rank is None else f" (worker {rank})"
-    first_line = " ".join(str(cause).split()) or type(cause).__name__
-    typer.echo(f"error{where}: {type(cause).__name__}: {first_line[:500]}", err=True)
-    traceback.print_exception(cause, file=sys.stderr)

@@ -1,0 +1,34 @@
+"""A failed run told to its user: the cause first, in one line, then the workers' tracebacks."""
+
+from __future__ import annotations
+
+import typer
+
+from ray_dynbs.core.errors import ConfigError
+
+# When one worker fails, the others fail soon after because it no longer answers.
+_CONSEQUENCES = ("Connection closed by peer", "gloo", "NCCL", "Connection reset", "Broken pipe")
+
+
+def report_failure(error: BaseException) -> None:
+    """Print a run's failure to standard error.
+
+    Args:
+        error: What Ray Train or Ray raised.
+    """
+    rank, cause = _first_cause(error)
+    where = "" if rank is None else f" (worker {rank})"
+    line = " ".join(str(cause).split()) or "no message"
+    typer.echo(f"error{where}: {type(cause).__name__}: {line[:500]}", err=True)
+    if not isinstance(cause, ConfigError):  # that one says all there is to say
+        typer.echo(str(error), err=True)
+
+
+def _first_cause(error: BaseException) -> tuple[int | None, BaseException]:
+    """The failure that is not merely another worker's missing answer."""
+    failures: dict[int, BaseException] = getattr(error, "worker_failures", None) or {}
+    if not failures:
+        return None, getattr(error, "controller_failure", error)
+    causes = {rank: getattr(e, "_base_exc", e) for rank, e in failures.items()}  # the user's own exception
+    own = {rank: e for rank, e in causes.items() if not any(word in str(e) for word in _CONSEQUENCES)}
+    return min((own or causes).items(), key=lambda item: item[0])
