@@ -116,6 +116,8 @@ class TrainingLoop:
         """Train one pass, all rows once.
 
         Raises:
+            FloatingPointError: loss or gradient was not finite, so that the weights are spoilt; names the
+                step. Under fp16 only where no step of the pass was finite.
             RuntimeError: the rows drawn are not the rows there are, which is a fault of this library.
         """
         started = time.perf_counter()
@@ -126,6 +128,7 @@ class TrainingLoop:
         for step_plan, micro_batches in self._feed.epoch(epoch):
             self._train_step(epoch, step_plan, micro_batches)
         totals = self._stats.take()  # waits for the device, so the time below is the real one
+        self._refuse_spoilt_weights(epoch, totals)
         rows, slowest, fullest = self._reduce(
             self._feed.rows_drawn - drawn_before, time.perf_counter() - started
         )
@@ -142,6 +145,14 @@ class TrainingLoop:
             lr_scale=self._last_scale,
             memory_fraction=fullest,
             epoch_time_s=slowest,
+        )
+
+    def _refuse_spoilt_weights(self, epoch: int, totals: Totals) -> None:
+        if totals.first_bad_step is None or (self._step.skips_overflow and totals.num_finite_steps):
+            return
+        raise FloatingPointError(
+            f"loss or gradient was not finite in step {totals.first_bad_step} (epoch {epoch}); "
+            "a smaller optimizer.lr, lr.max_scale or clip_grad_norm may help"
         )
 
     def _train_step(self, epoch: int, step_plan: StepPlan, micro_batches: Any) -> None:

@@ -73,6 +73,11 @@ class OptimizerStep:
         self._clip_grad_norm = clip_grad_norm
         self.gradients = FlatGradients(model.parameters())
 
+    @property
+    def skips_overflow(self) -> bool:
+        """Whether a step that is not finite leaves the weights alone (fp16's scaler sees to that)."""
+        return self._precision.scaler.is_enabled()
+
     def run(
         self, micro_batches: Iterable[Batch], loss_fn: LossFn, *, rows: int, lr_scale: float
     ) -> StepResult:

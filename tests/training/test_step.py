@@ -150,6 +150,23 @@ def test_a_step_the_fp16_scaler_skips_changes_nothing_but_the_count() -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+@pytest.mark.parametrize(("precision", "bad_call"), [("fp32", 2), ("fp16", None)])
+def test_weights_that_are_spoilt_stop_the_run_and_name_the_step(precision: Any, bad_call: int | None) -> None:
+    _, loop = training_loop(table(30), BatchPlan.fit(10, 1), dtype=torch.float32)
+    loop._step._precision = MixedPrecision(precision, CPU)
+    original, calls = loop._loss_fn, 0
+
+    def spoil(batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        loss_sum, weight = original(batch)
+        return (loss_sum * float("nan") if bad_call in (calls, None) else loss_sum), weight
+
+    loop._loss_fn = spoil
+    with pytest.raises(FloatingPointError, match=rf"not finite in step {bad_call or 1} \(epoch 0\)"):
+        loop.train_epoch()
+
+
 def test_statistics_leave_non_finite_steps_out() -> None:
     stats = StepStats(CPU)
     for step, norm in enumerate([1.0, float("nan"), 3.0, float("inf")], start=1):
