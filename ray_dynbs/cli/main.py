@@ -70,6 +70,22 @@ def check(
 
 
 @app.command()
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run directory")],
+    compare: Annotated[
+        list[str] | None, typer.Option(metavar="RUN", help="show this run beside it; repeatable")
+    ] = None,
+) -> None:
+    """Write the report page and picture of RUN into its directory."""
+    from ray_dynbs.report import write_report
+    from ray_dynbs.storage.run_directory import RunDirectory
+
+    runs = [RunDirectory.open(each) for each in (run, *(compare or ()))]
+    for path in write_report(runs[0], runs[1:]):
+        typer.echo(path)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)

@@ -73,6 +73,17 @@ def _train(config: Config, run: RunDirectory | None, found: Preflight) -> int:
     except (KeyboardInterrupt, SystemExit):
         typer.echo(f"interrupted; go on with: --resume {run.uri}", err=True)
         return INTERRUPTED
+    _write_report(run)
     best = "" if result.best is None else f", best {config.metric.name} {result.best:.4f}"
     typer.echo(f"done: {result.epochs} epochs{best}; {run.uri}")
     return DONE
+
+
+def _write_report(run: RunDirectory) -> None:
+    """The page beside the run; a run that has trained is not failed by its picture."""
+    from ray_dynbs.report import write_report
+
+    try:
+        write_report(run)
+    except Exception as error:  # noqa: BLE001  # said, and the run's own record is complete
+        typer.echo(f"warning: the report was not written: {type(error).__name__}: {error}", err=True)

@@ -42,6 +42,15 @@ def build_guards(specs: Sequence[Mapping[str, Any]]) -> list[Policy]:
     return [_build(f"guards.{index}", GUARDS, spec, {}) for index, spec in enumerate(specs)]
 
 
+def with_defaults(registry: Mapping[str, Callable[..., Any]], spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A built-in component's section with its defaults written out, so that a record is complete."""
+    factory = registry.get(str(spec.get("name")))
+    if factory is None:
+        return dict(spec)
+    known = {key: p.default for key, p in parameters(factory).items() if p.default is not p.empty}
+    return {"name": spec["name"], **known, **spec}
+
+
 def parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """The keys a component takes from its own section."""
     signature = inspect.signature(factory)

@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ray_dynbs.config.components import build_guards, build_policy
+from ray_dynbs.config.components import build_guards, build_policy, with_defaults
 from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.guards import GUARDS
 from ray_dynbs.core.lr import LR_RULES
 from ray_dynbs.core.manager import DynamicBatchSizeManager
+from ray_dynbs.core.policies import POLICIES
 
 RuleName = Literal["none", "linear", "sqrt"]
 DEFAULT_POLICY = "threshold"
@@ -23,7 +25,9 @@ Rows = Annotated[int, Field(ge=1)]
 class Section(BaseModel):
     """Base of all sections: strict types, no unknown keys, immutable."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, validate_default=True
+    )
 
 
 class MetricSection(Section):
@@ -179,8 +183,13 @@ class Config(Section):
 
     @field_validator("policy")
     @classmethod
-    def _named(cls, policy: dict[str, Any]) -> dict[str, Any]:
-        return {"name": DEFAULT_POLICY, **policy}
+    def _complete_policy(cls, policy: dict[str, Any]) -> dict[str, Any]:
+        return with_defaults(POLICIES, {"name": DEFAULT_POLICY, **policy})
+
+    @field_validator("guards")
+    @classmethod
+    def _complete_guards(cls, guards: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [with_defaults(GUARDS, guard) for guard in guards]
 
     @model_validator(mode="after")
     def _buildable(self) -> Config:
