@@ -29,10 +29,11 @@ def check_command(config: Config) -> None:
     found = preflight(config)
     for warning in found.warnings:
         typer.echo(f"warning: {warning}", err=True)
-    rows = ", ".join(f"{count if count is not None else '?'} {split}" for split, count in found.rows.items())
+    known = ", ".join(f"{count} {split}" for split, count in found.rows.items() if count is not None)
+    rows = f"{known} rows" if known else "rows known once its pipeline runs"
     batch = config.batch
     typer.echo(
-        f"ok: {config.name}: {rows} rows; batch {batch.initial} in [{batch.min}, {batch.max}], "
+        f"ok: {config.name}: {rows}; batch {batch.initial} in [{batch.min}, {batch.max}], "
         f"policy {config.policy['name']}, lr rule {config.lr.rule}, {config.cluster.num_workers} workers"
     )
 

@@ -94,6 +94,8 @@ def version() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit: 0 done, 1 the run failed, 2 wrong input, 130 interrupted."""
     # A task is usually a module beside the configuration; console scripts do not look there.
+    # A task that uses Ray Data too early must not make Ray join whatever cluster it finds on this host.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -11,7 +11,9 @@ from ray_dynbs.cluster.session import ray_session
 from ray_dynbs.config import Config
 from ray_dynbs.config.load import changed_keys, dump_yaml, parse_yaml
 from ray_dynbs.storage.run_directory import CONFIG, RunDirectory
+from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.preflight import Preflight, preflight
+from ray_dynbs.tasks.sources import resolve_sources
 
 
 def train_command(config: Config, *, resume: str | None, verbose: bool) -> int:
@@ -57,7 +59,10 @@ def _train(config: Config, run: RunDirectory | None, found: Preflight) -> int:
     from ray_dynbs.cluster.trainer import run_training, scaling_config
 
     scaling_config(config)  # refuses what the cluster cannot place before anything is written
-    data = prepare_data(found.sources, config.data.columns)
+    sources = found.sources
+    if sources is None:
+        sources = resolve_sources(config, load_task(config.task))
+    data = prepare_data(sources, config.data.columns)
     if run is None:
         run = RunDirectory.create(config.out, config.name)
         if run.name != config.name:

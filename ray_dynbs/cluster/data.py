@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
 import ray
 import ray.data
 
@@ -67,7 +68,13 @@ def prepare_data(sources: Mapping[str, Source], columns: list[str] | None) -> Pr
 
 
 def _open(split: str, source: Source, columns: list[str] | None) -> ray.data.Dataset:
-    dataset: ray.data.Dataset = ray.data.read_parquet(source) if is_path(source) else source
+    dataset: ray.data.Dataset = source
+    if is_path(source):
+        dataset = ray.data.read_parquet(source)
+    elif isinstance(source, pa.Table):
+        dataset = ray.data.from_arrow(source)
+    elif not isinstance(source, ray.data.Dataset):
+        raise ConfigError(f"{split} data is {type(source).__name__}; allowed: paths, a table, a Ray data set")
     if columns is not None:
         names = dataset.columns() or []
         missing = [column for column in columns if column not in names]

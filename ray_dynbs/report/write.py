@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from ray_dynbs.report.history import read_history
 from ray_dynbs.report.page import render_page
 from ray_dynbs.report.panels import draw_png
+from ray_dynbs.report.tensorboard import write_events
 from ray_dynbs.storage.run_directory import RunDirectory
 
 PAGE, PICTURE = "report.html", "report.png"
 
 
 def write_report(run: RunDirectory, others: Sequence[RunDirectory] = ()) -> list[str]:
-    """Write ``report.html`` and ``report.png``, or their comparing forms beside them.
+    """Write ``report.html``, ``report.png`` and TensorBoard events, or a page and picture comparing runs.
 
     Args:
         run: The run, in whose directory they are written.
@@ -29,4 +30,6 @@ def write_report(run: RunDirectory, others: Sequence[RunDirectory] = ()) -> list
     page, picture = ("compare.html", "compare.png") if others else (PAGE, PICTURE)
     run.write_text(page, render_page(histories))
     run.write_bytes(picture, draw_png(histories))
+    if not others:
+        write_events(run, histories[0])
     return [f"{run.uri}/{page}", f"{run.uri}/{picture}"]

@@ -142,6 +142,8 @@ class RunDirectory:
         """Replace a file as a whole: a reader sees the old or the new one."""
         filesystem, path = self._resolve()
         target = f"{path}/{file}"
+        if "/" in file:
+            filesystem.create_dir(target.rpartition("/")[0], recursive=True)
         direct = filesystem.type_name in _OBJECT_STORES
         with filesystem.open_output_stream(target if direct else f"{target}.tmp") as stream:
             stream.write(data)

@@ -11,7 +11,7 @@ from ray_dynbs.config import Config
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.lr import LR_RULES, ScheduleProgress
 from ray_dynbs.tasks.loading import load_task
-from ray_dynbs.tasks.sources import Source, count_rows, resolve_sources
+from ray_dynbs.tasks.sources import NeedsClusterError, Source, count_rows, resolve_sources
 from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
 from ray_dynbs.training.step import refuse_collective_layers
 
@@ -21,12 +21,12 @@ class Preflight:
     """What a run will work on.
 
     Attributes:
-        sources: Split -> where its rows come from.
+        sources: Split -> where its rows come from; ``None`` where the task needs a cluster to say.
         rows: Split -> rows, ``None`` where only a running pipeline can tell.
         warnings: One line each.
     """
 
-    sources: dict[str, Source]
+    sources: dict[str, Source] | None
     rows: dict[str, int | None]
     warnings: tuple[str, ...]
 
@@ -38,11 +38,19 @@ def preflight(config: Config) -> Preflight:
         ConfigError: anything that would keep the run from training; one line.
     """
     task = load_task(config.task)
-    sources = resolve_sources(config, task)
-    rows = {split: count_rows(split, source, config.data.columns) for split, source in sources.items()}
+    sources, rows = _look_at_data(config, task)
     _check_model(config, task)
     _check_optimizer(config, task, rows.get("train"))
     return Preflight(sources, rows, tuple(_warnings(config, rows)))
+
+
+def _look_at_data(config: Config, task: Any) -> tuple[dict[str, Source] | None, dict[str, int | None]]:
+    try:
+        sources = resolve_sources(config, task)
+    except NeedsClusterError:
+        return None, {}
+    columns = config.data.columns
+    return sources, {split: count_rows(split, source, columns) for split, source in sources.items()}
 
 
 def _check_model(config: Config, task: Any) -> None:

@@ -13,20 +13,24 @@ from ray_dynbs.core.errors import ConfigError
 
 SPLITS = ("train", "validation")
 Source = Any
-"""A Parquet path or URI, a list of them, or a data set of Ray Data."""
+"""A Parquet path or URI, a list of them, an Arrow table, or a data set of Ray Data."""
+
+
+class NeedsClusterError(Exception):
+    """A task's ``datasets`` uses Ray Data, which has to wait until there is a cluster."""
 
 
 def resolve_sources(config: Config, task: Any) -> dict[str, Source]:
     """The training and validation sources: the ``data`` section's where it names them, else the task's.
 
     Raises:
-        ConfigError: no training rows are named anywhere, or the task's ``datasets`` fails or names
-            another split.
+        ConfigError: no training rows are named anywhere, or the task's ``datasets`` names another split.
+        NeedsClusterError: the task's ``datasets`` needs Ray, which is not connected.
     """
     named = {split: getattr(config.data, split) for split in SPLITS}
     sources = {split: source for split, source in named.items() if source is not None}
     if "train" not in sources and hasattr(task, "datasets"):
-        found = task.datasets(config)
+        found = _call_datasets(config, task)
         if not isinstance(found, Mapping) or "train" not in found or set(found) - set(SPLITS):
             shown = sorted(found) if isinstance(found, Mapping) else type(found).__name__
             raise ConfigError(
@@ -38,30 +42,36 @@ def resolve_sources(config: Config, task: Any) -> dict[str, Source]:
     return {split: source for split, source in sources.items() if source is not None}
 
 
+def _call_datasets(config: Config, task: Any) -> Any:
+    try:
+        return task.datasets(config)
+    except Exception as error:
+        # By name: importing Ray for this takes longer than all the rest of a check.
+        if type(error).__name__ == "RaySystemError" and "has not been started" in str(error):
+            raise NeedsClusterError from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ConfigError(f"task {config.task!r}: datasets() failed: {reason}") from error
+
+
 def is_path(source: Source) -> bool:
     """Whether a source is Parquet paths rather than a data set object."""
     return isinstance(source, str) or (isinstance(source, list) and all(isinstance(p, str) for p in source))
 
 
 def count_rows(split: str, source: Source, columns: list[str] | None) -> int | None:
-    """Rows of a Parquet source, read from its footers; ``None`` for a data set object.
+    """Rows of a Parquet source, read from its footers, or of a table; ``None`` for a data set object.
 
     Raises:
         ConfigError: a file that is missing or no Parquet, a missing column, or no rows at all; names
             the split and the paths.
     """
-    if not is_path(source):
+    if isinstance(source, pa.Table):
+        where, names, rows = f"{split} data", source.column_names, source.num_rows
+    elif is_path(source):
+        where = f"{split} data {source!r}"
+        names, rows = _read_footers(where, source)
+    else:
         return None
-    where = f"{split} data {source!r}"
-    try:
-        dataset = _open(source)
-        names, rows = dataset.schema.names, dataset.count_rows()
-    except FileNotFoundError as error:
-        raise ConfigError(f"{where}: no such file or folder") from error
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise ConfigError(
-            f"{where}: not readable as Parquet: {' '.join(str(error).split())[:200]}"
-        ) from error
     missing = [column for column in columns or () if column not in names]
     if missing:
         raise ConfigError(f"{where}: no column {missing[0]!r}; it has {', '.join(names)}")
@@ -70,6 +80,14 @@ def count_rows(split: str, source: Source, columns: list[str] | None) -> int | N
     return int(rows)
 
 
-def _open(source: str | list[str]) -> pads.Dataset:
+def _read_footers(where: str, source: str | list[str]) -> tuple[list[str], int]:
     paths = [source] if isinstance(source, str) else source
-    return pads.dataset([pads.dataset(path, format="parquet") for path in paths])
+    try:
+        dataset = pads.dataset([pads.dataset(path, format="parquet") for path in paths])
+        return list(dataset.schema.names), dataset.count_rows()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{where}: no such file or folder") from error
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: not readable as Parquet: {' '.join(str(error).split())[:200]}"
+        ) from error

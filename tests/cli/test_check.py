@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -212,6 +214,46 @@ def test_the_schema_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         assert key in out
     assert "object at" not in out
     assert "PydanticUndefined" not in out
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        (
+            "import pyarrow as pa; return {'train': pa.table({'a': [1.0], 'b': [2], 'y': [0]})}",
+            0,
+            "1 train rows",
+        ),
+        ("import ray.data; return {'train': ray.data.range(5)}", 0, "rows known once its pipeline runs"),
+        (
+            "return {'train': [], 'test': []}",
+            2,
+            "datasets() returned ['test', 'train']; allowed: train, validation",
+        ),
+        ("return 3", 2, "datasets() returned int"),
+        ("raise OSError('disk on fire')", 2, "datasets() failed: OSError: disk on fire"),
+    ],
+)
+def test_what_a_task_may_return_as_data(
+    body: str, code: int, words: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own, as a user would: without Ray nothing is started and nothing joined."""
+    (config.parent / "bringing.py").write_text(
+        f"from ray_dynbs.tasks.tabular import build_model, loss\ndef datasets(config):\n    {body}\n"
+    )
+    command = [sys.executable, "-m", "ray_dynbs.cli.main", "check", config.name]
+    result = subprocess.run(
+        [*command, "--set", "task=bringing", "--set", "data.train=null", "--set", "batch.initial=8"],
+        cwd=config.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == code
+    assert result.stderr.count("\n") <= 1
+    assert words in result.stdout + result.stderr
 
 
 def test_a_task_beside_the_working_directory_is_found(

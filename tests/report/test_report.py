@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+import struct
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tensorboardX.proto import event_pb2
 
 from ray_dynbs.cli.main import main
 from ray_dynbs.config import Config
@@ -141,6 +143,26 @@ def test_odd_numbers_do_not_spoil_it(changes: dict[str, Any], tmp_path: Path) ->
     history = read_history(make_run(tmp_path, "odd", **changes))
     assert "Global batch size" in text_of(render_page([history]))
     assert draw_png([history]).startswith(b"\x89PNG")
+
+
+def test_the_event_file_holds_the_same_numbers(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "one")
+    write_report(run)
+    write_report(run)
+    (events,) = (tmp_path / "one" / "tensorboard").iterdir()
+    found: dict[str, list[tuple[int, float]]] = {}
+    data, position = events.read_bytes(), 0
+    while position < len(data):  # TFRecord: length, its checksum, payload, its checksum
+        (length,) = struct.unpack_from("<Q", data, position)
+        event = event_pb2.Event.FromString(data[position + 12 : position + 12 + length])
+        for value in event.summary.value:
+            found.setdefault(value.tag, []).append((event.step, value.simple_value))
+        position += 16 + length
+    history = read_history(run)
+    sizes = list(zip(history.samples, history.column("global_batch_size"), strict=True))
+    assert found["batch/global"] == sizes
+    assert [value for _, value in found["metric/validation"]] == pytest.approx([0.5, 0.6, 0.7, 0.8, 0.9])
+    assert "gradient/noise_scale" not in found
 
 
 def test_names_are_text_and_not_markup(tmp_path: Path) -> None:
