@@ -1,13 +1,16 @@
 """A task for tests: a small regression whose loss writes down which rows it received.
 
-``task_args``: ``num_rows``, ``blocks``, ``log`` (folder for the rows received, or null), ``fail_at``
-(pass in which rank 0 fails, as long as ``log`` holds no file named ``healed``), ``policy_data`` ...
+``task_args``: ``num_rows``; ``blocks``, rows at which the data is cut; ``log``, a folder for the rows
+received, or null; ``fail_after_rows`` and ``kill_after_rows``: rank 0 raises, or rank 1 kills itself, after
+that many rows, as long as ``log`` holds no file named ``healed``.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +53,17 @@ def metrics(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str,
 
 def _write_down(rows: list[int]) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    folder = _arguments.get("log")
-    if not folder:
+    if not _arguments.get("log"):
         return
-    fail_after = _arguments.get("fail_after_rows")
-    if fail_after is not None and rank == 0 and not (Path(folder) / "healed").exists():
-        _calls["rows"] += len(rows)
-        if _calls["rows"] > fail_after:
+    folder = Path(_arguments["log"])
+    _calls["rows"] += len(rows)
+    if not (folder / "healed").exists():
+        if rank == 0 and _calls["rows"] > _arguments.get("fail_after_rows", math.inf):
             raise ZeroDivisionError("this worker was told to fail")
-    with open(Path(folder) / f"rank-{rank}-{os.getpid()}.jsonl", "a") as file:
+        if rank == 1 and _calls["rows"] > _arguments.get("kill_after_rows", math.inf):
+            (folder / "healed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    with open(folder / f"rank-{rank}-{os.getpid()}.jsonl", "a") as file:
         file.write(json.dumps(rows) + "\n")
 
 

@@ -76,7 +76,8 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(rows, length, width))
-        return x + self.mlp(self.before_mlp(x))
+        mixed: torch.Tensor = x + self.mlp(self.before_mlp(x))
+        return mixed
 
 
 class ByteGPT(nn.Module):

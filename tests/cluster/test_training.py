@@ -152,6 +152,22 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
     assert replay(decisions, config.make_manager) == []
 
 
+@pytest.mark.slow
+def test_a_killed_worker_costs_an_epoch_and_nothing_else(
+    straight: tuple[Path, RunDirectory], tmp_path: Path
+) -> None:
+    """kill -9 in the middle of the fourth pass: the group restarts from the third's checkpoint."""
+    config = make_config(tmp_path, 2, kill_after_rows=3 * 30 + 12)
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"max_failures": 1})})
+    result, directory = run(config)
+    assert (tmp_path / "healed").exists()
+    assert result.epochs == EPOCHS
+    same_history(history(directory), history(straight[1]))
+    np.testing.assert_allclose(weights(directory), weights(straight[1]), rtol=1e-10)
+    assert {row["incarnation"] for row in directory.read_epochs()} == {0, 1}
+    assert replay(decode_lines(directory.read_text(DECISIONS)), config.make_manager) == []
+
+
 def test_the_journal_reproduces_every_decision(straight: tuple[Path, RunDirectory]) -> None:
     folder, directory = straight
     decisions = decode_lines(directory.read_text(DECISIONS))
