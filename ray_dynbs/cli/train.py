@@ -10,7 +10,7 @@ from ray_dynbs.cli.lines import epoch_line, header_line
 from ray_dynbs.cluster.session import ray_session
 from ray_dynbs.config import Config
 from ray_dynbs.config.load import changed_keys, dump_yaml, parse_yaml
-from ray_dynbs.storage.run_directory import CONFIG, RunDirectory
+from ray_dynbs.storage.run_directory import CONFIG, RunDirectory, check_writable
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.preflight import Preflight, preflight
 from ray_dynbs.tasks.sources import resolve_sources
@@ -30,6 +30,7 @@ def train_command(config: Config, *, resume: str | None, verbose: bool) -> int:
     found = preflight(config)
     for warning in found.warnings:
         typer.echo(f"warning: {warning}", err=True)
+    check_writable(config.out)
     run = _open_run(config, resume)
     done = max((row["epoch"] + 1 for row in run.read_epochs()), default=0) if run else 0
     if run and done >= config.epochs:

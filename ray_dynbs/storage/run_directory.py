@@ -6,6 +6,7 @@ and a rename, on object stores by one upload, which is visible only when it is c
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +167,24 @@ class RunDirectory:
 
     def _resolve(self) -> tuple[pafs.FileSystem, str]:
         return _resolve(self.uri)
+
+
+def check_writable(out: str) -> None:
+    """See, without writing, that run directories can be made in a local folder.
+
+    An object store is only found out when the run begins.
+
+    Raises:
+        ConfigError: something on the way is no folder, or may not be written.
+    """
+    filesystem, path = _resolve(out)
+    if filesystem.type_name != "local":
+        return
+    existing = next(p for p in (Path(path), *Path(path).parents) if p.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"out is {out!r}: {existing} is a file; allowed: a folder or a URI")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"out is {out!r}: {existing} may not be written by this user")
 
 
 def _join(out: str, name: str) -> str:

@@ -172,6 +172,28 @@ def test_wrong_use(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("out", ["file", "file/below/it"])
+def test_an_out_that_cannot_be_written(
+    out: str, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (config.parent / "file").write_text("in the way")
+    monkeypatch.chdir(config.parent)
+    code, _, err = call(capsys, "train", str(config), "--out", out)
+    assert code == 2
+    assert f"out is '{out}'" in err
+    assert "is a file; allowed: a folder or a URI" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_out_without_permission(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    closed = config.parent / "closed"
+    closed.mkdir(mode=0o500)
+    code, _, err = call(capsys, "train", str(config), "--out", str(closed / "runs"))
+    assert code == 2
+    assert "may not be written by this user" in err
+
+
 def test_nothing_to_resume(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = call(capsys, "train", str(config), "--resume")
     assert code == 2
