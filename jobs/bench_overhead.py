@@ -90,7 +90,7 @@ def round_trips(repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         coordinator = start_coordinator(config, RunDirectory.create(folder, "decisions"))
         echo: Any = ray.remote(num_cpus=0)(Echo).remote()
-        reply = ray.get(coordinator.start.remote("bench", 2, None))
+        reply = ray.get(coordinator.start.remote("bench", 2, 1000, None))
         ours, baseline = [], []
         for version in range(repeats + WARM_UP):
             signal = Signal.measured(plan_version=version, num_steps=1, num_finite_steps=1, grad_norm=1.0)

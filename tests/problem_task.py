@@ -83,3 +83,18 @@ class Alternate:
 
 def alternate(sizes: list[int]) -> Alternate:
     return Alternate(sizes)
+
+
+class Forgetful(Alternate):
+    """Its state is nothing that JSON can hold."""
+
+    def init(self, plan: Any) -> Any:
+        return {1, 2}
+
+
+def forgetful() -> Forgetful:
+    return Forgetful([8])
+
+
+def explode() -> None:
+    raise ZeroDivisionError("as a careless policy would")

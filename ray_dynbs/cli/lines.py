@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ray_dynbs.cluster.coordinator import EpochRecord
 from ray_dynbs.core.decision import Decision
 
@@ -12,6 +14,26 @@ def header_line(metric: str) -> str:
     """Names of the columns."""
     names = ("epoch", "batch", "micro x k", "lr", "loss", metric[:9], "samples/s", "mem")
     return "  ".join(f"{name:>{width}}" for name, width in zip(names, _WIDTHS, strict=True)) + "  next"
+
+
+class EpochLines:
+    """Prints an epoch after the other, and says where the workers were restarted in between.
+
+    Args:
+        echo: Prints one line.
+    """
+
+    def __init__(self, echo: Callable[[str], None]) -> None:
+        self._echo = echo
+        self._incarnation: int | None = None
+
+    def show(self, record: EpochRecord, decision: Decision | None) -> None:
+        """Print one epoch."""
+        incarnation = record.row["incarnation"]
+        if self._incarnation is not None and incarnation > self._incarnation:
+            self._echo(f"note: the workers were restarted; going on with epoch {record.row['epoch'] + 1}")
+        self._incarnation = incarnation
+        self._echo(epoch_line(record, decision))
 
 
 def epoch_line(record: EpochRecord, decision: Decision | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -12,10 +13,10 @@ import typer
 
 from ray_dynbs import __version__
 from ray_dynbs.cli.exits import INTERRUPTED, WRONG_INPUT
+from ray_dynbs.cli.resume import NEWEST
 from ray_dynbs.config import load_config
 from ray_dynbs.core.errors import ConfigError
 
-NEWEST = "newest"
 # BadParameter -> UsageError -> ClickException: typer brings its own copy of click or uses the package,
 # depending on its version, and this is the same class either way.
 ClickException: type[Any] = typer.BadParameter.__mro__[2]
@@ -45,7 +46,7 @@ def train(
     """Train as CONFIG says."""
     from ray_dynbs.cli.train import train_command
 
-    all_overrides = [*(overrides or ()), *([f"out={out}"] if out else ())]
+    all_overrides = [*(overrides or ()), *([f"out={json.dumps(out)}"] if out is not None else ())]
     loaded = load_config(config, all_overrides)
     raise typer.Exit(train_command(loaded, resume=resume, verbose=verbose))
 

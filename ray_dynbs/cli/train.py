@@ -6,10 +6,11 @@ import typer
 
 from ray_dynbs.cli.exits import DONE, FAILED, INTERRUPTED
 from ray_dynbs.cli.failure import report_failure
-from ray_dynbs.cli.lines import epoch_line, header_line
+from ray_dynbs.cli.lines import EpochLines, header_line
+from ray_dynbs.cli.resume import open_run
 from ray_dynbs.cluster.session import ray_session
 from ray_dynbs.config import Config
-from ray_dynbs.config.load import changed_keys, dump_yaml, parse_yaml
+from ray_dynbs.config.load import dump_yaml
 from ray_dynbs.storage.run_directory import CONFIG, RunDirectory, check_writable
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.preflight import Preflight, preflight
@@ -31,25 +32,15 @@ def train_command(config: Config, *, resume: str | None, verbose: bool) -> int:
     for warning in found.warnings:
         typer.echo(f"warning: {warning}", err=True)
     check_writable(config.out)
-    run = _open_run(config, resume)
-    done = max((row["epoch"] + 1 for row in run.read_epochs()), default=0) if run else 0
-    if run and done >= config.epochs:
-        typer.echo(f"nothing left to do: {done} of {config.epochs} epochs are done; {run.uri}")
-        return DONE
+    run = None
+    if resume is not None:
+        run, config = open_run(config, resume)
+        done = max((row["epoch"] + 1 for row in run.read_epochs()), default=0)
+        if done >= config.epochs:
+            typer.echo(f"nothing left to do: {done} of {config.epochs} epochs are done; {run.uri}")
+            return DONE
     with ray_session(config.cluster.address, verbose=verbose):
         return _train(config, run, found)
-
-
-def _open_run(config: Config, resume: str | None) -> RunDirectory | None:
-    """The run to go on with; ``None``: a new one, made once cluster and data have been found good."""
-    if resume is None:
-        return None
-    run = RunDirectory.newest(config.out, config.name) if resume == "newest" else RunDirectory.open(resume)
-    for key, old, new in changed_keys(parse_yaml(run.read_text(CONFIG)), config.model_dump()):
-        section = key.partition(".")[0]
-        wins = "the checkpoint's" if section in ("optimizer", "scheduler") else "the new one"
-        typer.echo(f"resume: {key} was {old!r}, is now {new!r}; {wins} holds", err=True)
-    return run
 
 
 def _train(config: Config, run: RunDirectory | None, found: Preflight) -> int:
@@ -63,17 +54,20 @@ def _train(config: Config, run: RunDirectory | None, found: Preflight) -> int:
     sources = found.sources
     if sources is None:
         sources = resolve_sources(config, load_task(config.task))
-    data = prepare_data(sources, config.data.columns)
+    data = prepare_data(sources, config.data.columns, found.rows)
     if run is None:
         run = RunDirectory.create(config.out, config.name)
         if run.name != config.name:
             typer.echo(f"{config.name} exists already: this run is {run.name}", err=True)
+    old_config, old_epochs = run.read_text(CONFIG), len(run.read_epochs())
     run.write_text(CONFIG, dump_yaml(config))
     typer.echo(f"run {run.uri}: {data.num_rows['train']} rows, {config.cluster.num_workers} workers")
     typer.echo(header_line(config.metric.name))
     try:
-        result = run_training(config, run, data, lambda r, d: typer.echo(epoch_line(r, d)))
+        result = run_training(config, run, data, EpochLines(typer.echo).show)
     except (TrainingFailedError, RayError) as error:
+        if old_config and len(run.read_epochs()) == old_epochs:
+            run.write_text(CONFIG, old_config)  # it did not go on: its record is as it was
         report_failure(error)
         return FAILED
     except (KeyboardInterrupt, SystemExit):

@@ -7,6 +7,7 @@ holds between calls is the journal, which it finds in the run directory when it 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dynbs.config import Config
 from ray_dynbs.core.decision import Decision
+from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.journal import decode_lines, encode_line
 from ray_dynbs.core.signal import Signal
 from ray_dynbs.storage.run_directory import DECISIONS, RunDirectory
@@ -68,12 +70,13 @@ class Coordinator:
         self._records = {_key(row): EpochRecord(row) for row in run.read_epochs()}
         self._starts: dict[str, int] = {}
 
-    def start(self, group: str, world_size: int, state: State | None) -> Reply:
+    def start(self, group: str, world_size: int, num_rows: int, state: State | None) -> Reply:
         """A group of workers begins, for the first time or after a restart.
 
         Args:
             group: Names the group, so that a retried call does not count as another restart.
             world_size: Its number of ranks.
+            num_rows: Rows in one pass over the training data.
             state: The manager state of the checkpoint it begins from, if there is one.
         """
         if group not in self._starts:
@@ -81,9 +84,16 @@ class Coordinator:
         manager = self._config.make_manager(world_size)
         if state is not None:
             manager.load_state_dict(state)
-        decision = manager.start(world_size=world_size, incarnation=self._starts[group])
+        ceilings = [d.micro_ceiling for d in self._decisions.values() if d.micro_ceiling is not None]
+        decision = manager.start(
+            world_size=world_size,
+            incarnation=self._starts[group],
+            num_rows=num_rows,
+            # What was learned about memory outlives a roll-back.
+            micro_ceiling=min(ceilings, default=None),
+        )
         self._record(decision)
-        return Reply(decision, manager.state_dict())
+        return Reply(decision, _plain(manager.state_dict()))
 
     def decide(self, request: DecisionRequest) -> Reply:
         """Make and record one decision."""
@@ -92,7 +102,7 @@ class Coordinator:
         decision = manager.decide(request.signal)
         self._record(decision)
         self._add_epochs(request.records)
-        return Reply(decision, manager.state_dict())
+        return Reply(decision, _plain(manager.state_dict()))
 
     def progress(self, after: int) -> list[tuple[EpochRecord, Decision | None]]:
         """The epochs recorded after the first ``after``, each with the decision made at its end."""
@@ -110,6 +120,19 @@ class Coordinator:
         if records:
             self._records |= {_key(record.row): record for record in records}
             self._run.write_epochs([record.row for record in self._records.values()])
+
+
+def _plain(state: State) -> State:
+    """The state as a checkpoint can hold it.
+
+    Raises:
+        ConfigError: a policy remembers something that JSON cannot hold.
+    """
+    try:
+        plain: State = json.loads(json.dumps(state))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the policy's state {state['policy_state']!r} is not JSON: {error}") from error
+    return plain
 
 
 def _key(row: dict[str, Any]) -> tuple[int, int]:

@@ -45,15 +45,21 @@ class PreparedData:
     owners: tuple[ray.data.Dataset, ...]
 
 
-def prepare_data(sources: Mapping[str, Source], columns: list[str] | None) -> PreparedData:
+def prepare_data(
+    sources: Mapping[str, Source],
+    columns: list[str] | None,
+    expected: Mapping[str, int | None] | None = None,
+) -> PreparedData:
     """Run every source's pipeline once, and see that its rows can become tensors.
 
     Args:
         sources: Split -> Parquet paths, or a data set of Ray Data.
         columns: Columns to keep, or ``None`` for all.
+        expected: Split -> rows counted beforehand, where they were.
 
     Raises:
-        ConfigError: a split without rows, or with a column that holds nulls or no numbers.
+        ConfigError: a split without rows, or with other rows than were counted, or with a column that
+            holds nulls or no numbers.
     """
     context = ray.data.DataContext.get_current()
     # Row numbers are positions in the data set: they must not depend on which read ended first.
@@ -64,6 +70,12 @@ def prepare_data(sources: Mapping[str, Source], columns: list[str] | None) -> Pr
         blocks[split] = Blocks(dataset.to_arrow_refs())
         num_rows[split] = _check(split, blocks[split], columns)
         owners.append(dataset)
+        counted = (expected or {}).get(split)
+        if counted is not None and counted != num_rows[split]:
+            raise ConfigError(
+                f"{split} data {source!r}: its files hold {counted} rows, but Ray Data reads "
+                f"{num_rows[split]}; it takes each file once, and from a folder only those named *.parquet"
+            )
     return PreparedData(blocks, num_rows, tuple(owners))
 
 

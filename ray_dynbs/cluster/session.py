@@ -5,10 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
+import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from ray_dynbs.core.errors import ConfigError
 
 DRIVER_SETTINGS = {
     # `train.report` is a barrier that the controller drains once per interval: 2 s by default.
@@ -27,24 +32,30 @@ def ray_session(address: str | None, *, verbose: bool = False) -> Iterator[None]
     private temporary folder, which keeps it apart from others, and ends with the block.
 
     Raises:
-        ConnectionError: there is no cluster at the address.
+        ConfigError: there is no cluster at the address.
     """
     for key, value in DRIVER_SETTINGS.items():
         os.environ.setdefault(key, value)
     address = address or os.environ.get("RAY_ADDRESS") or "local"
-    folder = tempfile.mkdtemp(prefix="rdb-") if address == "local" else None
+    folder = _short_folder() if address == "local" else None
     if folder:
         os.environ["RAY_TMPDIR"] = folder
+    else:
+        _see_that_it_answers(address)
 
     import ray  # only now: it reads its temporary folder from the environment when imported
 
     local: dict[str, Any] = {"include_dashboard": False, "_temp_dir": folder} if folder else {}
-    ray.init(
-        address=address,
-        log_to_driver=verbose,
-        logging_level=logging.INFO if verbose else logging.ERROR,
-        **local,
-    )
+    try:
+        ray.init(
+            address=address,
+            log_to_driver=verbose,
+            logging_level=logging.INFO if verbose else logging.ERROR,
+            **local,
+        )
+    except (ConnectionError, ValueError) as error:
+        raise ConfigError(f"cluster.address is {address!r}: {' '.join(str(error).split())}") from error
+    _end_on_sigterm()
     _quiet_data(verbose)
     try:
         yield
@@ -52,6 +63,29 @@ def ray_session(address: str | None, *, verbose: bool = False) -> Iterator[None]
         ray.shutdown()
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _short_folder() -> str:
+    """A new temporary folder whose name leaves room for Ray's sockets (a path of 107 bytes at most)."""
+    usual = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="rdb-", dir="/tmp" if len(usual) > 20 and os.path.isdir("/tmp") else usual)
+
+
+def _see_that_it_answers(address: str) -> None:
+    """Ray waits for minutes where nobody listens; a refused connection is known at once."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise ConfigError(f"cluster.address is {address!r}: nobody answers there ({error})") from error
+
+
+def _end_on_sigterm() -> None:
+    """Take SIGTERM as Ctrl-C: Ray's own handler prints a stack dump and aborts."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
 
 
 def _quiet_data(verbose: bool) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ray_dynbs.cluster.data import Blocks, fetch
 from ray_dynbs.config import Config
+from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.lr import ScheduleProgress
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.training.checkpoint import TrainState, seed_everything
-from ray_dynbs.training.columns import ColumnStore
+from ray_dynbs.training.columns import ColumnStore, TensorBatch
 from ray_dynbs.training.evaluate import evaluate
 from ray_dynbs.training.feed import IndexedFeed, sequential_batches
 from ray_dynbs.training.loop import Progress, TrainingLoop
@@ -66,6 +69,22 @@ class Parts:
             progress=progress,
         )
 
+    def check_metric(self) -> None:
+        """See, on two validation rows and without any collective, that the configured metric is reported.
+
+        Raises:
+            ConfigError: it is not; names those that are.
+        """
+        if self.validation is None:
+            return
+        wanted = self.config.metric.name
+        alone = World(0, 1, self.world.device)
+        rows = np.arange(min(2, self.validation.num_rows))
+        batch = {k: v.to(self.world.device) for k, v in self.validation.gather(rows).items()}
+        reported = self._evaluate([batch], alone)
+        if wanted not in reported:
+            raise ConfigError(f"metric.name is {wanted!r}; the task reports {', '.join(sorted(reported))}")
+
     def evaluate(self, micro_batch_size: int) -> dict[str, float]:
         """Mean loss and metrics over the validation rows; empty without any.
 
@@ -75,7 +94,6 @@ class Parts:
         """
         if self.validation is None:
             return {}
-        model, metrics = self.state.model, getattr(self.task, "metrics", None)
         batches = sequential_batches(
             self.validation,
             rank=self.world.rank,
@@ -83,12 +101,16 @@ class Parts:
             batch_size=self.config.evaluate.batch_size or 2 * micro_batch_size,
             device=self.world.device,
         )
+        return self._evaluate(batches, self.world)
+
+    def _evaluate(self, batches: Iterable[TensorBatch], world: World) -> dict[str, float]:
+        model, metrics = self.state.model, getattr(self.task, "metrics", None)
         return evaluate(
             model,
             batches,
             lambda batch: self.task.loss(model, batch),
             (lambda batch: metrics(model, batch)) if metrics else None,
-            world=self.world,
+            world=world,
             precision=self.state.precision,
         )
 
@@ -105,11 +127,9 @@ def build_parts(config: Config, world: World, blocks: dict[str, Blocks]) -> Part
     stores = {split: ColumnStore(fetch(data), config.data.columns, floats) for split, data in blocks.items()}
     progress = ScheduleProgress(stores["train"].num_rows, config.reference_batch_size)
     seed_everything(config.seed, 0, 0)
-    model = task.build_model(config).to(device=world.device, dtype=precision.weight_dtype)
+    model = _place(task.build_model(config), world.device, precision.weight_dtype)
     optimizer = _optimizer(config, task, model)
-    schedule = Schedule(
-        _scheduler(config, task, optimizer, progress), progress, per_epoch=config.scheduler.unit == "epoch"
-    )
+    schedule = _schedule(config, task, optimizer, progress)
     feed = IndexedFeed(
         stores["train"],
         rank=world.rank,
@@ -131,13 +151,26 @@ def _optimizer(config: Config, task: Any, model: torch.nn.Module) -> torch.optim
     return build_optimizer(section.name, model.parameters(), section.arguments)
 
 
-def _scheduler(
+def _schedule(
     config: Config, task: Any, optimizer: torch.optim.Optimizer, progress: ScheduleProgress
-) -> torch.optim.lr_scheduler.LRScheduler | None:
+) -> Schedule:
     section = config.scheduler
     planned = config.epochs * (progress.steps_per_epoch if section.unit == "step" else 1)
     build = getattr(task, "build_scheduler", None)
     if build is not None:
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = build(config, optimizer, planned)
-        return scheduler
-    return build_scheduler(section.name, optimizer, section.arguments, planned)
+        scheduler = build(config, optimizer, planned)
+    else:
+        scheduler = build_scheduler(section.name, optimizer, section.arguments, planned)
+    has_end = build is not None or "auto" in section.arguments.values()
+    per_epoch = section.unit == "epoch"
+    return Schedule(scheduler, progress, per_epoch=per_epoch, planned_steps=planned if has_end else None)
+
+
+def _place(model: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+    """The model on its device, real floating numbers in the weights' type; complex ones stay complex."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+    placed: torch.nn.Module = model._apply(convert)  # what Module.to does, which would make complex real
+    return placed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +56,10 @@ class Worker:
         self._best: float | None = None
         self._unsent: list[EpochRecord] = []
         self._notes: list[str] = []
+        self._parts.check_metric()
         state = self._restore()
-        reply = self._ask("start", ray.get_runtime_context().get_worker_id(), self._world.size, state)
+        group, num_rows = ray.get_runtime_context().get_worker_id(), self._parts.feed.num_rows
+        reply = self._ask("start", group, self._world.size, num_rows, state)
         if reply is None:
             raise RuntimeError(f"the coordinator did not answer within {COORDINATOR_TIMEOUT_S:g} s")
         self._agree(reply)
@@ -89,25 +92,18 @@ class Worker:
             if restored["num_rows"] != num_rows:
                 self._notes.append(
                     f"the checkpoint was trained on {restored['num_rows']} rows, there are {num_rows} now: "
-                    "the new ones are used, and a per-step schedule follows their number"
+                    "the new ones are used, and a per-step schedule goes on from where it was"
                 )
         self._loop = self._parts.make_loop(progress)
         return state
 
     def _keep_best(self, validation: dict[str, float]) -> None:
-        """Write ``model.pt`` where the metric is the best so far (without validation: always).
-
-        Raises:
-            ValueError: the task does not report the configured metric.
-        """
-        metric = self._config.metric
-        if validation:
-            if metric.name not in validation:
-                reported = ", ".join(sorted(validation))
-                raise ValueError(f"metric.name is {metric.name!r}; the task reports {reported}")
-            value, best = validation[metric.name], self._best
-            if best is not None and not (value > best if metric.mode == "max" else value < best):
-                return
+        """Write ``model.pt`` where the metric is the best so far; always, while there is no best yet."""
+        metric, best = self._config.metric, self._best
+        value = validation.get(metric.name, math.nan)
+        if best is not None and not (value > best if metric.mode == "max" else value < best):
+            return
+        if math.isfinite(value):
             self._best = value
         if self._world.rank == 0:
             buffer = io.BytesIO()

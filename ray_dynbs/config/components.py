@@ -53,8 +53,9 @@ def with_defaults(registry: Mapping[str, Callable[..., Any]], spec: Mapping[str,
 
 def parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """The keys a component takes from its own section."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     signature = inspect.signature(factory)
-    return {name: p for name, p in signature.parameters.items() if name not in FROM_ELSEWHERE}
+    return {n: p for n, p in signature.parameters.items() if n not in FROM_ELSEWHERE and p.kind in named}
 
 
 def _build(
@@ -74,6 +75,8 @@ def _build(
         component = factory(**values)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:  # a user's own code may raise anything
+        raise ConfigError(f"{where}: {name} failed: {_one_line(error)}") from error
     for method in ("init", "update"):
         if not callable(getattr(component, method, None)):
             raise ConfigError(f"{where}.name is {name!r}, whose result has no {method}(); see core/policy.py")
@@ -87,21 +90,30 @@ def _imported(where: str, name: str, registry: Mapping[str, Any]) -> Callable[..
         raise ConfigError(f"{where}.name is {name!r}{nearest(name, registry)}; {allowed}")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{where}.name is {name!r}, which does not import: {error}; {allowed}") from error
+    except (Exception, SystemExit) as error:  # a user's own module may do anything while it is imported
+        reason = _one_line(error)
+        raise ConfigError(f"{where}.name is {name!r}, which does not import: {reason}; {allowed}") from error
+    if not callable(found):
+        raise ConfigError(f"{where}.name is {name!r}, a {type(found).__name__}; allowed: a function or class")
     return typing.cast(Callable[..., Any], found)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _typed(where: str, name: str, factory: Callable[..., Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """The keys with their types checked against the factory's signature."""
-    hints = typing.get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
+    try:
+        hints = typing.get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
+    except (NameError, TypeError):  # annotations that only exist for type checkers
+        hints = {}
     fields: dict[str, Any] = {}
     for key, parameter in parameters(factory).items():
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         fields[key] = (hints.get(key, Any), default)
-    model = create_model(
-        name.rpartition(".")[2], __config__=ConfigDict(extra="forbid", strict=True), **fields
-    )
+    config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
+    model = create_model(name.rpartition(".")[2], __config__=config, **fields)
     try:
         checked = model.model_validate(dict(keys))
     except ValidationError as error:

@@ -19,12 +19,16 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML in which 1e-3 is a number and a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
+        seen: set[str] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)
-            if key in seen:
+            if not isinstance(key, str | int | float | bool):
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: a key is {key!r}; allowed: words")
+            if str(key) in seen:
                 raise ConfigError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice")
-            seen.add(key)
+            seen.add(str(key))
         return super().construct_mapping(node, deep=deep)
 
 
@@ -89,7 +93,7 @@ def dump_yaml(config: Config) -> str:
 def apply_override(data: dict[str, Any], override: str) -> None:
     """Apply one ``section.key=value`` in place.
 
-    Choosing another ``policy.name``, ``optimizer.name`` or ``scheduler.name`` starts that section
+    Choosing another ``name`` for the policy, a guard, the optimizer or the scheduler starts that section
     anew, since the old one's keys belong to the old name; an optimizer keeps its ``lr``.
 
     Raises:
@@ -109,17 +113,17 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     for part in parts[:-1]:
         node = _descend(node, part, override)
     last = parts[-1]
-    if (
-        parts in (["policy", "name"], ["optimizer", "name"], ["scheduler", "name"])
-        and node.get("name") != parsed
-    ):
+    if isinstance(node, list):
+        node[_index(node, last, override)] = parsed
+        return
+    if last == "name" and parts[0] in _NAMED_SECTIONS and len(parts) > 1 and node.get("name") != parsed:
         kept = {"lr": node["lr"]} if "lr" in node and parts[0] == "optimizer" else {}
         node.clear()
         node.update(kept)
-    if isinstance(node, list):
-        node[_index(node, last, override)] = parsed
-    else:
-        node[last] = parsed
+    node[last] = parsed
+
+
+_NAMED_SECTIONS = ("policy", "guards", "optimizer", "scheduler")
 
 
 def _descend(node: Any, part: str, override: str) -> Any:

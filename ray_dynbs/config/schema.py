@@ -6,11 +6,13 @@ further keys belong to the task, the optimizer and the scheduler and are checked
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ray_dynbs.config.components import build_guards, build_policy, with_defaults
+from ray_dynbs.config.errors import nearest
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.guards import GUARDS
 from ray_dynbs.core.lr import LR_RULES
@@ -44,10 +46,25 @@ class OptimizerSection(Section):
     name: Literal["sgd", "adam", "adamw"] = Field(description="torch optimizer")
     lr: float = Field(gt=0, description="base LR, tuned at lr.reference_batch_size")
 
+    @model_validator(mode="after")
+    def _sound(self) -> OptimizerSection:
+        _check_arguments(self.model_extra or {})
+        return self
+
     @property
     def arguments(self) -> dict[str, Any]:
         """Everything for the torch class."""
         return {"lr": self.lr, **(self.model_extra or {})}
+
+
+def _check_arguments(arguments: dict[str, Any]) -> None:
+    """Refuse numbers no class can mean, and ``auto`` where it would not be replaced."""
+    for key, value in arguments.items():
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, float) and not math.isfinite(item):
+                raise ConfigError(f"{key} is {item}; allowed: finite numbers")
+            if isinstance(item, str) and item.lower() == "auto" and value != "auto":
+                raise ConfigError(f"{key} is {value!r}; allowed: auto, by itself")
 
 
 class SchedulerSection(Section):
@@ -56,6 +73,16 @@ class SchedulerSection(Section):
     model_config = ConfigDict(extra="allow")
     name: str = Field("none", description="class in torch.optim.lr_scheduler, or none")
     unit: Literal["step", "epoch"] = Field("step", description="what the scheduler counts")
+
+    @model_validator(mode="after")
+    def _sound(self) -> SchedulerSection:
+        extra = self.model_extra or {}
+        if self.name == "none" and extra:
+            key = next(iter(extra))
+            hint = nearest(key, ("name", "unit"))
+            raise ConfigError(f"unknown key {key!r}{hint}; allowed without a scheduler's name: name, unit")
+        _check_arguments(extra)
+        return self
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -72,6 +99,14 @@ class DataSection(Section):
     validation: str | list[str] | None = Field(None, description="Parquet file, folder or URI")
     features: str | list[str] | None = Field(None, description="columns a model reads")
     label: str | None = Field(None, description="column a model predicts")
+
+    @model_validator(mode="after")
+    def _sound(self) -> DataSection:
+        columns = self.columns or []
+        repeated = [column for column in columns if columns.count(column) > 1]
+        if repeated:
+            raise ConfigError(f"column {repeated[0]!r} is given twice among features and label")
+        return self
 
     @property
     def columns(self) -> list[str] | None:
@@ -125,7 +160,7 @@ class ClusterSection(Section):
     address: str | None = Field(None, description="a running cluster; RAY_ADDRESS, else a new local one")
     num_workers: Annotated[int, Field(ge=1)] = Field(1, description="data-parallel workers")
     use_gpu: Literal["auto"] | bool = Field("auto", description="one GPU per worker where there are enough")
-    resources_per_worker: dict[str, float] | None = Field(
+    resources_per_worker: dict[str, Annotated[float, Field(gt=0)]] | None = Field(
         None, description="Ray resources; 1 CPU, less if few"
     )
     max_failures: int = Field(
@@ -179,7 +214,7 @@ class Config(Section):
     cluster: ClusterSection = Field(default_factory=ClusterSection)
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
-    out: str = Field("runs", description="folder or URI for run directories")
+    out: str = Field("runs", min_length=1, description="folder or URI for run directories")
 
     @field_validator("policy")
     @classmethod

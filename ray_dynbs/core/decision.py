@@ -20,6 +20,8 @@ class Decision:
         step: Optimizer steps in the run up to it.
         samples_seen: Rows used in the run up to it.
         plan: Sizes from now on.
+        micro_ceiling: Most rows known to fit in one forward/backward; ``None``: no limit known.
+        num_rows: Rows in one pass, above which no batch grows; ``None``: unknown.
         lr_scale: Multiplier on the base LR (before warm-up), > 0.
         reasons: Why, one phrase for each piece that had a say.
         signal: What it was made from; ``None`` for a (re)start.
@@ -32,6 +34,8 @@ class Decision:
     samples_seen: int
     plan: BatchPlan
     lr_scale: float
+    micro_ceiling: int | None
+    num_rows: int | None
     reasons: tuple[str, ...]
     signal: Signal | None = None
 
@@ -49,6 +53,8 @@ class Decision:
             "grad_accum_steps": self.plan.grad_accum_steps,
             "world_size": self.plan.world_size,
             "lr_scale": self.lr_scale,
+            "micro_ceiling": self.micro_ceiling,
+            "num_rows": self.num_rows,
             "reasons": list(self.reasons),
         }
 
@@ -63,6 +69,8 @@ class Decision:
             samples_seen=record["samples_seen"],
             plan=BatchPlan(record["global_batch_size"], record["micro_batch_size"], record["world_size"]),
             lr_scale=record["lr_scale"],
+            micro_ceiling=record["micro_ceiling"],
+            num_rows=record["num_rows"],
             reasons=tuple(record["reasons"]),
             signal=Signal.from_json(record["signal"]) if record["signal"] else None,
         )

@@ -75,7 +75,12 @@ def replay(
                 )
             manager = make_manager()
             manager.load_state_dict(states[recorded.version])
-            again = manager.start(world_size=recorded.plan.world_size, incarnation=recorded.incarnation)
+            again = manager.start(
+                world_size=recorded.plan.world_size,
+                incarnation=recorded.incarnation,
+                num_rows=recorded.num_rows,
+                micro_ceiling=recorded.micro_ceiling,
+            )
         else:
             again = manager.decide(recorded.signal)
         states[again.version] = manager.state_dict()

@@ -79,6 +79,8 @@ class DynamicBatchSizeManager:
         self._lr_rule = lr_rule or NoScaling()
         self._max_lr_scale = max_lr_scale
         self._reference = reference_batch_size or initial_batch_size
+        self._reference_given = reference_batch_size is not None
+        self._num_rows: int | None = None
         self._max_micro_batch_size = max_micro_batch_size
         self._micro_ceiling = max_micro_batch_size
         self._plan = BatchPlan.fit(initial_batch_size, world_size, self._micro_ceiling)
@@ -96,14 +98,16 @@ class DynamicBatchSizeManager:
         """The global batch size in force, rows."""
         return self._plan.global_batch_size
 
-    def update_batch_size(self, grad_norm: float, memory_usage: float | None = None) -> int:
+    def update_batch_size(self, grad_norm: float | None, memory_usage: float | None = None) -> int:
         """Decide from one step's gradient norm and memory fraction; returns the size from now on.
 
         Args:
-            grad_norm: L2 norm of the step's mean gradient, before clipping. NaN or inf holds.
+            grad_norm: L2 norm of the step's mean gradient, before clipping; a number or a tensor of one.
+                NaN, inf or ``None`` holds.
             memory_usage: Memory in use over memory there is, in [0, 1], or ``None`` if unknown.
         """
         rows = self._plan.global_batch_size
+        memory = None if memory_usage is None else float(memory_usage)
         signal = Signal.measured(
             epochs_seen=0.0,
             step=self._step + 1,
@@ -113,8 +117,8 @@ class DynamicBatchSizeManager:
             num_steps=1,
             num_finite_steps=1,
             rows=rows,
-            grad_norm=grad_norm,
-            memory_fraction=memory_usage,
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            memory_fraction=memory,
         )
         return self.decide(signal).plan.global_batch_size
 
@@ -130,20 +134,37 @@ class DynamicBatchSizeManager:
         """Decisions made in the run's history."""
         return self._version
 
-    def start(self, *, world_size: int, incarnation: int = 0) -> Decision:
+    def start(
+        self,
+        *,
+        world_size: int,
+        incarnation: int = 0,
+        num_rows: int | None = None,
+        micro_ceiling: int | None = None,
+    ) -> Decision:
         """A (re)start: the global batch as it was, cut for the workers there are now.
+
+        Args:
+            world_size: Data-parallel ranks.
+            incarnation: Restarts of the run so far.
+            num_rows: Rows in one pass, if known: a batch of more could not be filled.
+            micro_ceiling: Most rows that other incarnations learned to fit; the smallest limit holds.
 
         Raises:
             ConfigError: ``world_size`` below 1.
         """
         self._incarnation = incarnation
+        self._num_rows = num_rows
+        self._micro_ceiling = _smallest(self._micro_ceiling, micro_ceiling)
         wanted = self._plan.global_batch_size
-        size = max(self.min_batch_size, min(self.max_batch_size, wanted))
+        largest = min(self.max_batch_size, num_rows or self.max_batch_size)
+        size = min(max(self.min_batch_size, wanted), largest)
         reason = f"start with {world_size} ranks"
         if incarnation or self._version:
             reason = f"restart from version {self._version} with {world_size} ranks"
         if size != wanted:
-            reason += f"; {wanted} -> {size} (bounds {self.min_batch_size} to {self.max_batch_size})"
+            limits = f"bounds {self.min_batch_size} to {self.max_batch_size}, {num_rows} rows"
+            reason += f"; {wanted} -> {size} ({limits})"
         self._plan = BatchPlan.fit(size, world_size, self._micro_ceiling)
         reason, self._note = reason + self._note, ""
         return self._decision((reason,), None)
@@ -169,6 +190,8 @@ class DynamicBatchSizeManager:
             "global_batch_size": self._plan.global_batch_size,
             "micro_ceiling": self._micro_ceiling,
             "world_size": self._plan.world_size,
+            "num_rows": self._num_rows,
+            "reference_batch_size": self._reference,
             "incarnation": self._incarnation,
             "version": self._version,
             "epoch": self._epoch,
@@ -189,8 +212,10 @@ class DynamicBatchSizeManager:
             ConfigError: the state is not one of :meth:`state_dict`.
         """
         try:
-            ceilings = [c for c in (state["micro_ceiling"], self._max_micro_batch_size) if c is not None]
-            self._micro_ceiling = min(ceilings) if ceilings else None
+            self._micro_ceiling = _smallest(state["micro_ceiling"], self._max_micro_batch_size)
+            self._num_rows = state["num_rows"]
+            if not self._reference_given:  # "the initial size" means the one the run began with
+                self._reference = state["reference_batch_size"]
             self._plan = BatchPlan.fit(state["global_batch_size"], state["world_size"], self._micro_ceiling)
             self._incarnation, self._version = state["incarnation"], state["version"]
             self._epoch, self._step = state["epoch"], state["step"]
@@ -218,6 +243,9 @@ class DynamicBatchSizeManager:
             steps_since_change=signal.step - changed_step,
         )
         proposal, self._policy_state = self._policy.update(proposal, self._policy_state, view)
+        if self._num_rows is not None and proposal.global_batch_size > self._num_rows:
+            reason = f"{proposal.global_batch_size} -> {self._num_rows} (all the rows there are)"
+            proposal = proposal.because(reason, global_batch_size=self._num_rows)
         doubt = _unreliable(signal)
         if doubt and proposal.global_batch_size > self._plan.global_batch_size:
             return hold(proposal, view, f"{doubt}: no growth")
@@ -243,6 +271,8 @@ class DynamicBatchSizeManager:
             samples_seen=self._samples_seen,
             plan=self._plan,
             lr_scale=scale,
+            micro_ceiling=self._micro_ceiling,
+            num_rows=self._num_rows,
             reasons=reasons,
             signal=signal,
         )
@@ -258,6 +288,11 @@ def _unreliable(signal: Signal) -> str | None:
         if name in dict(signal.missing):
             return f"{name} is {signal.why_missing(name)}"
     return None
+
+
+def _smallest(*limits: int | None) -> int | None:
+    """The smallest of several limits, ``None`` meaning no limit."""
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _check_sizes(initial: int, smallest: int, largest: int, reference: int | None, micro: int | None) -> None:

@@ -15,6 +15,7 @@ path in the configuration (``policy: {name: my_package.my_policy, ...its keys}``
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -86,9 +87,32 @@ class Chain:
         """Pass the proposal through every piece."""
         states = []
         for piece, piece_state in zip(self.pieces, state, strict=True):
-            proposal, new_state = piece.update(proposal, piece_state, view)
+            proposed, new_state = piece.update(proposal, piece_state, view)
+            proposal = _sane(proposed, proposal, piece)
             states.append(new_state)
         return proposal, states
+
+
+def _sane(proposed: Proposal, before: Proposal, piece: Policy) -> Proposal:
+    """What a piece proposed, with plain whole numbers; its move is dropped where they are none."""
+    sizes = proposed.global_batch_size, proposed.micro_ceiling
+    if (
+        type(sizes[0]) is int
+        and sizes[0] >= 1
+        and (sizes[1] is None or (type(sizes[1]) is int and sizes[1] >= 1))
+    ):
+        return proposed
+    try:
+        whole = [None if size is None else operator.index(size) for size in sizes]
+        if (
+            any(isinstance(size, bool) or (size is not None and size < 1) for size in sizes)
+            or whole[0] is None
+        ):
+            raise TypeError
+    except TypeError:
+        found = f"{type(piece).__name__} proposed {sizes[0]!r} rows, {sizes[1]!r} at a time"
+        return before.because(f"{found}: not whole numbers of at least 1, hold")
+    return replace(proposed, global_batch_size=whole[0], micro_ceiling=whole[1])
 
 
 def chain(*pieces: Policy) -> Chain:

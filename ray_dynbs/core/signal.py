@@ -53,7 +53,7 @@ class Signal:
 
     @classmethod
     def measured(cls, **numbers: Any) -> Signal:
-        """A signal with every non-finite measurement replaced by ``None`` and its reason.
+        """A signal with every non-finite or impossible measurement replaced by ``None`` and its reason.
 
         >>> Signal.measured(grad_norm=float("nan")).missing
         (('grad_norm', 'nan'),)
@@ -61,7 +61,9 @@ class Signal:
         missing = []
         for name in _MEASURED:
             value = numbers.get(name)
-            if value is not None and not math.isfinite(value):
+            if value is None:
+                continue
+            if not math.isfinite(value) or (value < 0 and name in _NEVER_NEGATIVE):
                 missing.append((name, str(float(value))))
                 numbers[name] = None
         return cls(**numbers, missing=tuple(missing))
@@ -84,4 +86,5 @@ class Signal:
         return cls(**{**data, "missing": tuple((data.get("missing") or {}).items())})
 
 
+_NEVER_NEGATIVE = ("grad_norm", "memory_fraction", "step_time_s")
 _MEASURED = ("grad_norm", "train_loss", "val_loss", "val_metric", "memory_fraction", "step_time_s")

@@ -67,15 +67,14 @@ class RunDirectory:
             ConfigError: ``out`` cannot be written.
         """
         number = 1 + max((number for number, _ in cls._existing(out, name)), default=0)
-        run = cls(_join(out, name if number == 1 else f"{name}-{number}"))
-        filesystem, path = run._resolve()
-        try:
-            filesystem.create_dir(path, recursive=True)
-            run.write_text(".writable", "")
-            filesystem.delete_file(f"{path}/.writable")
-        except OSError as error:
-            raise ConfigError(f"out: cannot write to {run.uri}: {error}") from error
-        return run
+        while True:
+            run = cls(_join(out, name if number == 1 else f"{name}-{number}"))
+            try:
+                if run._claim():
+                    return run
+            except OSError as error:
+                raise ConfigError(f"out: cannot write to {run.uri}: {error}") from error
+            number += 1
 
     @classmethod
     def newest(cls, out: str, name: str) -> RunDirectory:
@@ -84,7 +83,7 @@ class RunDirectory:
         Raises:
             ConfigError: there is none.
         """
-        existing = cls._existing(out, name)
+        existing = [item for item in cls._existing(out, name) if item[1]._is_named(name)]
         if not existing:
             raise ConfigError(f"--resume: no run named {name!r} in {out!r}; start one without --resume")
         return max(existing, key=lambda item: item[0])[1]
@@ -111,6 +110,25 @@ class RunDirectory:
             if match and entry.type == pafs.FileType.Directory:
                 found.append((int(match[1] or 1), cls(_join(out, entry.base_name))))
         return found
+
+    def _claim(self) -> bool:
+        """Make the directory; ``False`` where another run was faster (an object store cannot tell)."""
+        filesystem, path = self._resolve()
+        if filesystem.type_name == "local":
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                Path(path).mkdir()
+            except FileExistsError:
+                return False
+        else:
+            filesystem.create_dir(path, recursive=True)
+        self.write_text(".writable", "")
+        filesystem.delete_file(f"{path}/.writable")
+        return True
+
+    def _is_named(self, name: str) -> bool:
+        """Whether its configuration bears this name: ``digits-2`` may also be a name of its own."""
+        return f"\nname: {name}\n" in f"\n{self.read_text(CONFIG)}"
 
     @property
     def name(self) -> str:
@@ -200,7 +218,7 @@ def _resolve(uri: str) -> tuple[pafs.FileSystem, str]:
     if "://" not in uri:
         return pafs.LocalFileSystem(), Path(uri).expanduser().absolute().as_posix()
     try:
-        filesystem, path = pafs.FileSystem.from_uri(uri)
+        filesystem, path = pafs.FileSystem.from_uri(uri.replace(" ", "%20"))
     except (pa.ArrowInvalid, OSError) as error:
         raise ConfigError(f"{uri}: {error}") from error
     return filesystem, path.rstrip("/")

@@ -58,7 +58,7 @@ def _find(path: str) -> Any:
             module_name, _, attribute = path.rpartition(".")
         module = importlib.import_module(module_name)
         return getattr(module, attribute) if attribute else module
-    except Exception as error:  # the user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # the user's module may do anything while it is imported
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"task {path!r} does not import: {reason}") from error
 

@@ -15,6 +15,8 @@ from ray_dynbs.tasks.sources import NeedsClusterError, Source, count_rows, resol
 from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
 from ray_dynbs.training.step import refuse_collective_layers
 
+TRIED_STEPS = 5_000
+
 
 @dataclass(frozen=True)
 class Preflight:
@@ -49,26 +51,37 @@ def _look_at_data(config: Config, task: Any) -> tuple[dict[str, Source] | None, 
         sources = resolve_sources(config, task)
     except NeedsClusterError:
         return None, {}
-    columns = config.data.columns
-    return sources, {split: count_rows(split, source, columns) for split, source in sources.items()}
+    data = config.data
+    return sources, {split: count_rows(split, s, data.columns, data.label) for split, s in sources.items()}
 
 
 def _check_model(config: Config, task: Any) -> None:
-    """Build the model without memory for its weights, to hear its complaints about the configuration.
-
-    A model may need real memory while it is built; such trouble is left to the workers.
+    """Build the model without memory for its weights, or for real where it needs that, to hear complaints.
 
     Raises:
         ConfigError: the model refuses its arguments, or cannot be trained in parallel micro-batches.
     """
     try:
-        with torch.device("meta"):
-            model = task.build_model(config)
+        model = _build_somehow(config, task)
     except ConfigError:
         raise
-    except Exception:  # noqa: BLE001  # only an honest attempt: the workers build it for real
-        return
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ConfigError(f"task {config.task!r}: build_model() failed: {reason}") from error
+    if not isinstance(model, torch.nn.Module):
+        kind = type(model).__name__
+        raise ConfigError(f"task {config.task!r}: build_model() returned {kind}; allowed: a torch module")
     refuse_collective_layers(model)
+
+
+def _build_somehow(config: Config, task: Any) -> Any:
+    try:
+        with torch.device("meta"):
+            return task.build_model(config)
+    except ConfigError:
+        raise
+    except Exception:  # noqa: BLE001  # some models cannot be built without memory
+        return task.build_model(config)
 
 
 def _check_optimizer(config: Config, task: Any, rows: int | None) -> None:
@@ -82,7 +95,28 @@ def _check_optimizer(config: Config, task: Any, rows: int | None) -> None:
         per_epoch = 1
         if section.unit == "step" and rows is not None:
             per_epoch = ScheduleProgress(rows, config.reference_batch_size).steps_per_epoch
-        build_scheduler(section.name, optimizer, section.arguments, config.epochs * per_epoch)
+        planned = config.epochs * per_epoch
+        scheduler = build_scheduler(section.name, optimizer, section.arguments, planned)
+        _try_out(section.name, optimizer, scheduler, planned)
+
+
+def _try_out(name: str, optimizer: torch.optim.Optimizer, scheduler: Any, planned_steps: int) -> None:
+    """Step a scheduler through the run, or its beginning: some refuse their arguments only then.
+
+    Raises:
+        ConfigError: it raised; says what.
+    """
+    if scheduler is None or isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return
+    optimizer.step()
+    try:
+        for _ in range(min(planned_steps, TRIED_STEPS)):
+            scheduler.step()
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"scheduler ({name}): fails within the run's {planned_steps} steps: {reason}"
+        ) from error
 
 
 def _warnings(config: Config, rows: dict[str, int | None]) -> list[str]:

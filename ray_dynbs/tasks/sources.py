@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -58,7 +59,7 @@ def is_path(source: Source) -> bool:
     return isinstance(source, str) or (isinstance(source, list) and all(isinstance(p, str) for p in source))
 
 
-def count_rows(split: str, source: Source, columns: list[str] | None) -> int | None:
+def count_rows(split: str, source: Source, columns: list[str] | None, label: str | None = None) -> int | None:
     """Rows of a Parquet source, read from its footers, or of a table; ``None`` for a data set object.
 
     Raises:
@@ -72,7 +73,8 @@ def count_rows(split: str, source: Source, columns: list[str] | None) -> int | N
         names, rows = _read_footers(where, source)
     else:
         return None
-    missing = [column for column in columns or () if column not in names]
+    wanted = columns or ([label] if label else [])
+    missing = [column for column in wanted if column not in names]
     if missing:
         raise ConfigError(f"{where}: no column {missing[0]!r}; it has {', '.join(names)}")
     if rows == 0:
@@ -83,7 +85,8 @@ def count_rows(split: str, source: Source, columns: list[str] | None) -> int | N
 def _read_footers(where: str, source: str | list[str]) -> tuple[list[str], int]:
     paths = [source] if isinstance(source, str) else source
     try:
-        dataset = pads.dataset([pads.dataset(path, format="parquet") for path in paths])
+        parts = [pads.dataset(_parquet_files(path), format="parquet", partitioning="hive") for path in paths]
+        dataset = pads.dataset(parts)
         return list(dataset.schema.names), dataset.count_rows()
     except FileNotFoundError as error:
         raise ConfigError(f"{where}: no such file or folder") from error
@@ -91,3 +94,13 @@ def _read_footers(where: str, source: str | list[str]) -> tuple[list[str], int]:
         raise ConfigError(
             f"{where}: not readable as Parquet: {' '.join(str(error).split())[:200]}"
         ) from error
+
+
+def _parquet_files(path: str) -> str | list[str]:
+    """A file as it is; of a local folder, what Ray Data reads in it: the files named ``*.parquet``."""
+    if "://" in path or not Path(path).is_dir():
+        return path
+    files = sorted(str(file) for file in Path(path).rglob("*.parquet") if file.is_file())
+    if not files:
+        raise FileNotFoundError(path)
+    return files

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +77,7 @@ def build_model(config: Config) -> nn.Module:
     columns, label = config.data.columns, config.data.label
     if columns is None or label is None:
         raise ConfigError("data.features and data.label: both are needed by ray_dynbs.tasks.tabular")
+    _check_types(arguments)
     features = columns[:-1]
     return TabularModel(
         features,
@@ -85,6 +87,17 @@ def build_model(config: Config) -> nn.Module:
         num_classes=arguments.get("num_classes"),
         input_scale=arguments.get("input_scale", 1.0),
     )
+
+
+def _check_types(arguments: dict[str, Any]) -> None:
+    for key in ("num_inputs", "num_classes"):
+        if key in arguments and (type(arguments[key]) is not int or arguments[key] < 1):
+            raise ConfigError(f"task_args.{key} is {arguments[key]!r}; allowed: a whole number of at least 1")
+    hidden, scale = arguments.get("hidden", []), arguments.get("input_scale", 1.0)
+    if not isinstance(hidden, list) or any(type(width) is not int or width < 1 for width in hidden):
+        raise ConfigError(f"task_args.hidden is {hidden!r}; allowed: a list of whole numbers of at least 1")
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise ConfigError(f"task_args.input_scale is {scale!r}; allowed: a number")
 
 
 def loss(model: TabularModel, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:

@@ -44,7 +44,7 @@ class TrainState:
 
         Args:
             folder: An existing local folder. The model's state dict gets a file of its own.
-            progress: JSON-able: position in the data, manager state, best metric.
+            progress: JSON-able; its ``progress`` holds the position in the data.
         """
         torch.save(self.model.state_dict(), folder / MODEL_FILE)
         state = {
@@ -69,10 +69,10 @@ class TrainState:
         except (RuntimeError, ValueError, KeyError) as error:
             first_line = " ".join(str(error).split())[:300]
             raise ConfigError(f"checkpoint does not fit this model or optimizer: {first_line}") from error
-        self.schedule.load_state_dict(state["schedule"])
         if state["scaler"]:
             self.precision.scaler.load_state_dict(state["scaler"])
         progress: dict[str, Any] = state["progress"]
+        self.schedule.load_state_dict(state["schedule"], progress["progress"]["epoch"])
         return progress
 
 

@@ -20,6 +20,9 @@ from ray_dynbs.core.errors import ConfigError
 TensorBatch = dict[str, torch.Tensor]
 
 
+_WIDER = {np.dtype(np.uint16): np.int32, np.dtype(np.uint32): np.int64, np.dtype(np.uint64): np.int64}
+
+
 class ColumnStore:
     """Random access to the rows of a list of tables.
 
@@ -45,8 +48,13 @@ class ColumnStore:
         self._blocks = {name: [_to_tensor(table, name) for table in filled] for name in names}
         for name, blocks in self._blocks.items():
             shapes = sorted({tuple(block.shape[1:]) for block in blocks})
+            types = sorted({str(block.dtype) for block in blocks})
             if len(shapes) > 1:
                 raise ConfigError(f"column {name!r} has rows of shapes {shapes}; allowed: one shape")
+            if len(types) > 1:
+                raise ConfigError(
+                    f"column {name!r} has blocks of types {', '.join(types)}; allowed: one type"
+                )
 
     @property
     def num_rows(self) -> int:
@@ -94,6 +102,10 @@ def _to_tensor(table: pa.Table, name: str) -> torch.Tensor:
     values = _to_numpy(array, name)
     if values.dtype.kind not in "fiub":
         raise ConfigError(f"column {name!r} is {array.type}; allowed: numbers or lists of numbers")
+    if values.dtype in _WIDER:  # torch stores these, but cannot pick rows out of them
+        if values.dtype == np.uint64 and values.size and values.max() > np.iinfo(np.int64).max:
+            raise ConfigError(f"column {name!r} holds numbers above 2**63 - 1; allowed: what int64 holds")
+        values = values.astype(_WIDER[values.dtype])
     with warnings.catch_warnings():
         # The mapping is read-only and stays so: it is only ever copied from (index_select).
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

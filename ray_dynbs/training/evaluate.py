@@ -29,6 +29,9 @@ def evaluate(
 
     Returns:
         ``loss`` and every metric; NaN where there was no weight at all.
+
+    Raises:
+        ValueError: a metric is named ``loss``.
     """
     sums: dict[str, torch.Tensor] = {}
     was_training = model.training
@@ -39,6 +42,8 @@ def evaluate(
                 rows = len(next(iter(batch.values())))
                 _add(sums, "loss", loss_fn(batch), world.device)
                 for name, value in (metrics_fn(batch) if metrics_fn else {}).items():
+                    if name == "loss":
+                        raise ValueError("metrics returned 'loss', which is the loss's own name; use another")
                     _add(sums, name, value if isinstance(value, tuple) else (value, rows), world.device)
     finally:
         model.train(was_training)

@@ -27,13 +27,13 @@ class Progress:
         epoch: The pass being trained, or to be trained next, from 0.
         step: Optimizer steps so far, skipped ones included.
         samples_seen: Rows used so far.
-        skipped_rows: Rows of steps that the fp16 scaler skipped.
+        skipped_steps: Those of the steps that the fp16 scaler skipped.
     """
 
     epoch: int = 0
     step: int = 0
     samples_seen: int = 0
-    skipped_rows: int = 0
+    skipped_steps: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able."""
@@ -152,7 +152,7 @@ class TrainingLoop:
             return
         raise FloatingPointError(
             f"loss or gradient was not finite in step {totals.first_bad_step} (epoch {epoch}); "
-            "a smaller optimizer.lr, lr.max_scale or clip_grad_norm may help"
+            "start again with a smaller optimizer.lr, or resume with clip_grad_norm or a lower lr.max_scale"
         )
 
     def _train_step(self, epoch: int, step_plan: StepPlan, micro_batches: Any) -> None:
@@ -163,11 +163,10 @@ class TrainingLoop:
         progress = self.progress
         progress.step += 1
         progress.samples_seen += step_plan.rows
-        if not result.applied:
-            progress.skipped_rows += step_plan.rows
+        progress.skipped_steps += not result.applied
         self._stats.add(progress.step, result.grad_norm, result.loss_sum, result.weight)
         rows_in_epoch = step_plan.first_row + step_plan.rows
-        self._schedule.after_step(epoch, rows_in_epoch, progress.skipped_rows)
+        self._schedule.after_step(epoch, rows_in_epoch, applied=result.applied)
 
     def _reduce(self, rows: int, seconds: float) -> tuple[int, float, float]:
         """Rows over all ranks, slowest time, fullest memory; running buffers become rank 0's."""

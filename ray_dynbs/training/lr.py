@@ -82,6 +82,8 @@ class Schedule:
         scheduler: The user's scheduler, or ``None``.
         progress: How many scheduler steps are due after how many rows.
         per_epoch: Step once per epoch instead. ``ReduceLROnPlateau`` always is.
+        planned_steps: Steps after which it has reached its end and is stepped no more, so that a run
+            extended later stays at the final LR; ``None`` where it has no planned end.
     """
 
     def __init__(
@@ -90,38 +92,64 @@ class Schedule:
         progress: ScheduleProgress,
         *,
         per_epoch: bool = False,
+        planned_steps: int | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.planned_steps = planned_steps
         self._progress = progress
         self._needs_loss = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
         self._per_epoch = per_epoch or self._needs_loss
-        self._count = 0
+        self._count = self._skipped = self._offset = 0
 
-    def after_step(self, epoch: int, rows_in_epoch: int, skipped_rows: int) -> None:
-        """Catch up with the rows used so far; steps of any size advance it to the same place."""
+    def after_step(self, epoch: int, rows_in_epoch: int, *, applied: bool) -> None:
+        """Catch up with the rows used so far; steps of any size advance it to the same place.
+
+        Args:
+            epoch: Pass being trained, from 0.
+            rows_in_epoch: Rows of it used so far.
+            applied: Whether the optimizer stepped. What a skipped step was due is not made up for.
+        """
         if self.scheduler is None or self._per_epoch:
             return
-        due = self._progress.count(epoch, rows_in_epoch, skipped_rows)
+        due = self._progress.count(epoch, rows_in_epoch) + self._offset - self._skipped
+        if not applied:
+            self._skipped += due - self._count
+            return
         while self._count < due:
-            self.scheduler.step()
-            self._count += 1
+            self._step()
 
     def after_epoch(self, loss: float | None) -> None:
         """One step of a per-epoch scheduler; ``loss`` is what ``ReduceLROnPlateau`` watches."""
         if self.scheduler is None or not self._per_epoch:
             return
         if not self._needs_loss:
-            self.scheduler.step()
+            self._step()
         elif loss is not None:
             self.scheduler.step(loss)  # type: ignore[arg-type]  # torch types it as an epoch number
 
-    def state_dict(self) -> dict[str, Any]:
-        """The scheduler's state and the count of steps given to it."""
-        inner = self.scheduler.state_dict() if self.scheduler is not None else None
-        return {"count": self._count, "scheduler": inner}
+    def _step(self) -> None:
+        if self.scheduler is not None and (self.planned_steps is None or self._count < self.planned_steps):
+            self.scheduler.step()
+        self._count += 1
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore both."""
-        self._count = state["count"]
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's state, the count of steps given to it, and its planned end."""
+        inner = self.scheduler.state_dict() if self.scheduler is not None else None
+        return {
+            "count": self._count,
+            "skipped": self._skipped,
+            "planned_steps": self.planned_steps,
+            "scheduler": inner,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], epoch: int) -> None:
+        """Go on at the beginning of a pass, from the count reached and towards the end planned then.
+
+        Where rows or reference batch have changed since, the count goes on from where it was.
+        """
+        self._count, self._skipped = state["count"], state["skipped"]
+        self.planned_steps = state["planned_steps"]
+        if not self._per_epoch:
+            self._offset = self._count + self._skipped - self._progress.count(epoch, 0)
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])

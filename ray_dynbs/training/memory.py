@@ -29,7 +29,10 @@ def memory_fraction(device: torch.device) -> float:
 
 
 def container_memory(root: Path = CGROUP_ROOT) -> tuple[int, int] | None:
-    """Bytes used and allowed in the innermost limited cgroup, v2 or v1; ``None`` without a limit."""
+    """Bytes used and allowed in the cgroup mounted at ``root``, v2 or v1; ``None`` without a limit there.
+
+    In a container that is the container's own; a limit of a nested group is not seen yet.
+    """
     v2 = _read(root / "memory.max"), _read(root / "memory.current"), root / "memory.stat", "inactive_file"
     v1_root = root / "memory"
     v1 = (

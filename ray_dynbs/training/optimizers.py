@@ -19,6 +19,9 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
+_NOT_THE_USERS = ("params", "optimizer", "self", "last_epoch")
+
+
 def build_optimizer(
     name: str, parameters: Iterable[torch.nn.Parameter], arguments: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
@@ -32,8 +35,8 @@ def build_optimizer(
     trainable = [p for p in parameters if p.requires_grad]
     try:
         return kind(trainable, **arguments)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"optimizer ({name}): {error}") from error
+    except Exception as error:  # torch checks its arguments with errors of many kinds
+        raise ConfigError(f"optimizer ({name}): {type(error).__name__}: {error}") from error
 
 
 def build_scheduler(
@@ -57,7 +60,7 @@ def build_scheduler(
     filled = {key: planned_steps if value == "auto" else value for key, value in arguments.items()}
     try:
         return kind(optimizer, **filled)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # torch checks its arguments with errors of many kinds
         reason = str(error).removeprefix(f"{name}.__init__() ")
         raise ConfigError(
             f"scheduler ({name}): {reason}; the value auto stands for the {planned_steps} steps of the run"
@@ -70,7 +73,7 @@ def check_arguments(where: str, kind: type, arguments: Mapping[str, Any]) -> Non
     Raises:
         ConfigError: names the argument and those allowed.
     """
-    allowed = [p for p in inspect.signature(kind).parameters if p not in ("params", "optimizer", "self")]
+    allowed = [p for p in inspect.signature(kind).parameters if p not in _NOT_THE_USERS]
     for key in arguments:
         if key not in allowed:
             raise ConfigError(f"{where}: unknown argument {key!r}; allowed: {', '.join(allowed)}")

@@ -72,6 +72,11 @@ class OptimizerStep:
         self._precision = precision
         self._clip_grad_norm = clip_grad_norm
         self.gradients = FlatGradients(model.parameters())
+        known = {id(p) for p in model.parameters()}
+        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(
+                "the optimizer has parameters that the model has not; allowed: the model's only"
+            )
 
     @property
     def skips_overflow(self) -> bool:
@@ -92,7 +97,7 @@ class OptimizerStep:
         self.gradients.zero()
         for micro_batch in micro_batches:
             with self._precision.autocast():
-                loss_sum, weight = loss_fn(micro_batch)
+                loss_sum, weight = _sum_and_weight(loss_fn(micro_batch))
             self._precision.scaler.scale(loss_sum / rows).backward()
             self.gradients.add_loss(loss_sum, weight)
         loss_sum, weight = self.gradients.reduce(self._world)
@@ -103,7 +108,9 @@ class OptimizerStep:
     def _finish_gradients(self, rows: int, weight: torch.Tensor) -> torch.Tensor:
         """From sums over ``rows`` to the mean over the weight, unscaled; returns its norm."""
         self._precision.scaler.unscale_(self._optimizer)
-        self.gradients.scale(torch.where(weight > 0, rows / weight, 0.0))
+        # No weight, no gradient; a negative one is nonsense and shows as NaN instead of training on.
+        factor = torch.where(weight == 0, 0.0, rows / weight)
+        self.gradients.scale(torch.where(weight < 0, torch.nan, factor))
         norm = self.gradients.norm()
         if self._clip_grad_norm is not None:
             self.gradients.clip(norm, self._clip_grad_norm)
@@ -115,7 +122,23 @@ class OptimizerStep:
         with scaled_lr(self._optimizer, lr_scale):
             scaler.step(self._optimizer)
         scaler.update()
-        return not scaler.is_enabled() or scaler.get_scale() >= before
+        return not scaler.is_enabled() or scaler.get_scale() >= before > 0
+
+
+def _sum_and_weight(result: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """The two numbers of a loss function, or a message that says what they should be."""
+    wanted = "allowed: (sum of the losses, weight), each one number"
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"loss returned {type(result).__name__}; {wanted}")
+    loss_sum, weight = result
+    for value in (loss_sum, weight):
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise TypeError(f"loss returned a tensor of shape {tuple(value.shape)}; {wanted}")
+    if not isinstance(loss_sum, torch.Tensor):
+        raise TypeError(
+            f"loss returned the sum as {type(loss_sum).__name__}; allowed: a tensor of one number"
+        )
+    return loss_sum.reshape(()), weight.reshape(()) if isinstance(weight, torch.Tensor) else weight
 
 
 def refuse_collective_layers(model: torch.nn.Module) -> None:

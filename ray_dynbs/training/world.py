@@ -43,9 +43,11 @@ class World:
         return tensor
 
     def broadcast_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Overwrite a tensor with rank 0's, in place."""
-        if self.size > 1:
-            dist.broadcast(tensor, src=0)
+        """Overwrite a tensor with rank 0's, in place; as bytes, since not every type can be sent."""
+        if self.size > 1 and tensor.numel():
+            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            dist.broadcast(data, src=0)
+            tensor.detach().copy_(data.view(tensor.dtype).view_as(tensor))
         return tensor
 
     def broadcast_object(self, value: Any) -> Any:

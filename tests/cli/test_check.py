@@ -100,6 +100,26 @@ WRONG = {
     "no value": ("epochs", "--set 'epochs': allowed: section.key=value"),
     "no section": ("epochs.x=3", "epochs is 2, which has no keys"),
     "bad yaml": ("batch={", "--set batch={"),
+    "scheduler misspelt": ("scheduler.nmae=StepLR", "scheduler: unknown key 'nmae' (did you mean 'name'?)"),
+    "auto inside": (
+        "scheduler={name: MultiStepLR, milestones: [auto]}",
+        "milestones is ['auto']; allowed: auto",
+    ),
+    "scheduler fails": (
+        "scheduler={name: StepLR, step_size: 0}",
+        "scheduler (StepLR): fails within the run's",
+    ),
+    "optimizer nan": ("optimizer.momentum=.nan", "momentum is nan; allowed: finite numbers"),
+    "optimizer value": ("optimizer={name: adam, lr: 0.1, betas: [0.9]}", "optimizer (adam): "),
+    "columns twice": ("data.features=[a, a]", "column 'a' is given twice"),
+    "resources": (
+        "cluster.resources_per_worker={CPU: -1}",
+        "cluster.resources_per_worker.CPU is -1; allowed: > 0",
+    ),
+    "empty out": ("out=''", "out is ''; allowed: "),
+    "hidden": ("task_args={num_classes: 2, hidden: 3}", "task_args.hidden is 3; allowed: a list"),
+    "policy is a module": ("policy.name=os.path", "a module; allowed: a function or class"),
+    "policy raises": ("policy.name=tests.problem_task.explode", "explode failed: ZeroDivisionError"),
     "scheme": ("data.train=nope://x/y", "nope://x/y"),
 }
 
@@ -155,6 +175,21 @@ def test_files_that_are_no_configuration(
     assert err.count("\n") == 1
     assert str(path) in err
     assert words in err
+
+
+def test_merge_keys_and_anchors_work(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = config.read_text() + "\nbatch: {<<: &base {initial: 16, min: 8}, max: 24}\n"
+    config.write_text(text)
+    code, out, _ = call(capsys, "check", str(config))
+    assert code == 0
+    assert "batch 16 in [8, 24]" in out
+
+
+def test_a_folder_may_hold_other_things(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (config.parent / "data" / "README.md").write_text("about these rows")
+    code, out, _ = call(capsys, "check", str(config))
+    assert code == 0
+    assert "40 train rows" in out
 
 
 def test_a_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:

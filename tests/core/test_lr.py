@@ -61,12 +61,6 @@ def test_at_the_reference_size_it_is_once_per_step(num_rows: int, reference: int
     assert [progress.count(0, end) for end in ends] == list(range(1, len(ends) + 1))
 
 
-def test_a_skipped_step_does_not_advance_it() -> None:
-    progress = ScheduleProgress(100, 10)
-    assert progress.count(0, 50) == 5
-    assert progress.count(0, 50, skipped_rows=10) == 4
-
-
 @pytest.mark.parametrize(
     ("rule", "optimizer", "fits"),
     [("linear", "sgd", True), ("linear", "adam", False), ("sqrt", "sgd", False), ("sqrt", "adamw", True)],

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from ray_dynbs import DynamicBatchSizeManager
@@ -90,6 +91,82 @@ def test_no_policy_grows_the_batch_on_bad_evidence(fields: dict[str, float]) -> 
     assert manager.decide(Signal.measured(**fields)).plan.global_batch_size == 16
     good = Signal.measured(num_steps=4, num_finite_steps=4, plan_version=1, train_loss=1.0)
     assert manager.decide(good).plan.global_batch_size == 32
+
+
+class _Proposes(Fixed):
+    """A policy that proposes something that is no size."""
+
+    value: object = None
+
+    def update(self, proposal, state, view):  # type: ignore[no-untyped-def]
+        return proposal.because("mine", global_batch_size=self.value), state
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 24.0, "24", None, True, 0, -3])
+def test_a_proposal_that_is_no_whole_number_holds(value: object) -> None:
+    manager = DynamicBatchSizeManager(16, policy=type("P", (_Proposes,), {"value": value})())
+    decision = manager.decide(Signal.measured(num_steps=1, num_finite_steps=1, grad_norm=1.0))
+    assert decision.plan.global_batch_size == 16
+    assert "not whole numbers of at least 1, hold" in decision.reasons[0]
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    manager = DynamicBatchSizeManager(16, policy=type("P", (_Proposes,), {"value": np.int64(24)})())
+    decision = manager.decide(Signal.measured(num_steps=1, num_finite_steps=1, grad_norm=1.0))
+    assert decision.plan.global_batch_size == 24
+    assert encode_line(decision)
+    manager = DynamicBatchSizeManager(16)
+    manager.update_batch_size(np.float32(0.01), np.float64(0.3))  # type: ignore[arg-type]
+    assert json.loads(encode_line(manager.decisions[-1]))["global_batch_size"] == 32
+
+
+@pytest.mark.parametrize("grad_norm", [None, -1.0])
+def test_a_norm_that_was_not_measured_never_grows_the_batch(grad_norm: float | None) -> None:
+    policy = Threshold(memory_vote="shrink", memory_grows=True)
+    assert DynamicBatchSizeManager(16, policy=policy).update_batch_size(grad_norm, 0.1) == 16
+
+
+def test_the_batch_stops_at_the_rows_there_are_and_the_lr_with_it() -> None:
+    manager = DynamicBatchSizeManager(16, lr_rule=LR_RULES["linear"]())
+    lines = [encode_line(manager.start(world_size=2, num_rows=20))]
+    for _ in range(4):
+        signal = Signal.measured(
+            plan_version=manager.version, num_steps=1, num_finite_steps=1, grad_norm=0.01
+        )
+        lines.append(encode_line(manager.decide(signal)))
+    last = decode_lines("\n".join(lines))[-1]
+    assert (last.plan.global_batch_size, last.lr_scale) == (20, 1.25)
+    assert "32 -> 20 (all the rows there are)" in decode_lines(lines[1])[0].reasons
+    assert (
+        replay(
+            decode_lines("\n".join(lines)), lambda: DynamicBatchSizeManager(16, lr_rule=LR_RULES["linear"]())
+        )
+        == []
+    )
+    fewer = DynamicBatchSizeManager(16).start(world_size=1, num_rows=5)
+    assert fewer.plan.global_batch_size == 5
+    assert "16 -> 5" in fewer.reasons[0]
+
+
+def test_what_was_learned_about_memory_outlives_a_roll_back() -> None:
+    manager = DynamicBatchSizeManager(32)
+    before = manager.state_dict()
+    manager.update_batch_size(1.0, 0.95)
+    learned = manager.decisions[-1].micro_ceiling
+    assert learned == 16
+    manager = DynamicBatchSizeManager(32)
+    manager.load_state_dict(before)
+    decision = manager.start(world_size=1, incarnation=1, micro_ceiling=learned)
+    assert decision.plan.micro_batch_size == 16
+
+
+def test_the_reference_stays_the_one_the_run_began_with() -> None:
+    manager = DynamicBatchSizeManager(16, lr_rule=LR_RULES["linear"]())
+    manager.update_batch_size(0.01, 0.1)
+    later = DynamicBatchSizeManager(64, lr_rule=LR_RULES["linear"]())
+    later.load_state_dict(manager.state_dict())
+    decision = later.start(world_size=1, incarnation=1)
+    assert (decision.plan.global_batch_size, decision.lr_scale) == (32, 2.0)
 
 
 def test_a_vetoed_move_does_not_restart_the_cooldown() -> None:

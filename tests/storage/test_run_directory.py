@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,23 @@ from ray_dynbs.storage.run_directory import CONFIG, EPOCH_SCHEMA, RunDirectory
 
 def test_a_taken_name_gets_a_number_and_the_newest_is_the_highest(tmp_path: Path) -> None:
     out = f"{tmp_path}/runs/"
-    names = [RunDirectory.create(out, "digits").name for _ in range(11)]
+    runs = [RunDirectory.create(out, "digits") for _ in range(11)]
+    for run in runs:
+        run.write_text(CONFIG, "epochs: 1\nname: digits\n")
+    names = [run.name for run in runs]
     assert names == ["digits", *(f"digits-{n}" for n in range(2, 12))]
     RunDirectory.create(out, "digits-wide")
+    RunDirectory.create(out, "digits-40").write_text(CONFIG, "name: digits-40\n")
+    RunDirectory.create(out, "digits")  # has no configuration yet
     assert RunDirectory.newest(out, "digits").name == "digits-11"
     (tmp_path / "runs" / "digits-99").write_text("a file is no run")
     assert RunDirectory.newest(out, "digits").name == "digits-11"
+
+
+def test_runs_that_begin_together_have_directories_of_their_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        names = list(pool.map(lambda _: RunDirectory.create(str(tmp_path), "run").name, range(40)))
+    assert len(set(names)) == 40
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

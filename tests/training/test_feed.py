@@ -132,6 +132,8 @@ def test_batches_are_copies_of_the_stored_rows() -> None:
     ("column", "expected"),
     [
         (pa.array([1, 2, 3], pa.int8()), torch.tensor([1, 2, 3], dtype=torch.int8)),
+        (pa.array([1, 2, 65535], pa.uint16()), torch.tensor([1, 2, 65535], dtype=torch.int32)),
+        (pa.array([1, 2, 3], pa.uint64()), torch.tensor([1, 2, 3])),
         (pa.array([True, False, True]), torch.tensor([True, False, True])),
         (pa.array([[1.0, 2.0]] * 3), torch.tensor([[1.0, 2.0]] * 3, dtype=torch.float64)),
         (pa.array([[[1], [2]]] * 3, pa.list_(pa.list_(pa.int64(), 1), 2)), torch.tensor([[[1], [2]]] * 3)),
@@ -154,12 +156,19 @@ def test_column_types(column: pa.Array, expected: torch.Tensor) -> None:
         (pa.array([1.0, None]), "1 nulls"),
         (pa.array([[1.0, None], [2.0, 3.0]]), "1 nulls"),
         (pa.array(["a", "b"]), "is string"),
+        (pa.array([2**63], pa.uint64()), "above 2"),
         (pa.array([[1.0], [2.0, 3.0]]), "lengths"),
     ],
 )
 def test_columns_that_cannot_be_tensors_are_refused_by_name(column: pa.Array, words: str) -> None:
     with pytest.raises(ConfigError, match=f"column 'c'.*{words}"):
         ColumnStore([pa.table({"c": column})])
+
+
+def test_blocks_of_different_types_are_refused() -> None:
+    blocks = [pa.table({"c": pa.array([1])}), pa.table({"c": pa.array([1.5])})]
+    with pytest.raises(ConfigError, match=r"column 'c' has blocks of types torch.float64, torch.int64"):
+        ColumnStore(blocks)
 
 
 def test_a_missing_column_is_refused() -> None:

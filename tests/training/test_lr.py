@@ -41,6 +41,8 @@ def decision(size: int, scale: float, version: int = 1) -> Decision:
         samples_seen=0,
         plan=BatchPlan.fit(size, 1),
         lr_scale=scale,
+        micro_ceiling=None,
+        num_rows=None,
         reasons=(),
     )
 
@@ -100,8 +102,8 @@ def run_with_sizes(name: str, sizes: list[int], reference: int) -> tuple[float, 
     remaining = list(sizes)
     before = loop._schedule.after_step
 
-    def change(epoch: int, rows: int, skipped: int) -> None:
-        before(epoch, rows, skipped)
+    def change(epoch: int, rows: int, *, applied: bool) -> None:
+        before(epoch, rows, applied=applied)
         if remaining:
             size = remaining.pop(0)
             loop.apply(decision(size, size / reference))
@@ -123,7 +125,9 @@ def test_a_schedule_ends_at_its_planned_value_after_any_history_of_sizes(name: s
 
 def test_a_hundred_changes_leave_the_lr_where_it_began() -> None:
     rng = random.Random(1)
-    _, loop = training_loop(table(400), BatchPlan.fit(4, 1))
+    _, loop = training_loop(
+        table(400), BatchPlan.fit(4, 1), make_optimizer=lambda p: torch.optim.SGD(p, lr=1e-4)
+    )
     start = base_lr(loop._optimizer)
     for number in range(100):
         loop.apply(decision(rng.randint(1, 40), rng.uniform(0.01, 50), number))
@@ -146,7 +150,7 @@ def test_a_schedule_resumes_exactly(name: str) -> None:
         for epoch in epochs:
             for rows in range(5, 101, 5):
                 optimizer.step()
-                schedule.after_step(epoch, rows, 0)
+                schedule.after_step(epoch, rows, applied=True)
                 lrs.append(base_lr(optimizer))
         return lrs
 
@@ -156,8 +160,56 @@ def test_a_schedule_resumes_exactly(name: str) -> None:
     saved = optimizer.state_dict(), schedule.state_dict()
     optimizer, schedule = build()
     optimizer.load_state_dict(saved[0])
-    schedule.load_state_dict(saved[1])
+    schedule.load_state_dict(saved[1], 1)
     assert advance(optimizer, schedule, range(1, 3)) == straight[20:]
+
+
+def drive(schedule: Schedule, optimizer: torch.optim.Optimizer, epochs: range, rows: int, size: int) -> None:
+    for epoch in epochs:
+        for first in range(0, rows, size):
+            optimizer.step()
+            schedule.after_step(epoch, min(first + size, rows), applied=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "reference", "epochs"), [(100, 10, 12), (1000, 10, 12), (50, 10, 6), (100, 20, 6)]
+)
+def test_a_resumed_schedule_goes_on_from_where_it_was(rows: int, reference: int, epochs: int) -> None:
+    """More epochs, other rows or another reference: the LR neither jumps, nor climbs again, nor raises."""
+
+    def build(progress: ScheduleProgress, planned: int) -> tuple[torch.optim.Optimizer, Schedule]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        scheduler = build_scheduler("OneCycleLR", optimizer, {"max_lr": 0.1, "total_steps": "auto"}, planned)
+        return optimizer, Schedule(scheduler, progress, planned_steps=planned)
+
+    first = ScheduleProgress(100, 10)
+    optimizer, schedule = build(first, 60)
+    drive(schedule, optimizer, range(3), 100, 7)
+    saved, reached = (optimizer.state_dict(), schedule.state_dict()), base_lr(optimizer)
+    later = ScheduleProgress(rows, reference)
+    optimizer, schedule = build(later, epochs * later.steps_per_epoch)
+    optimizer.load_state_dict(saved[0])
+    schedule.load_state_dict(saved[1], 3)
+    assert base_lr(optimizer) == reached
+    schedule.after_step(3, 1, applied=True)
+    assert abs(base_lr(optimizer) - reached) < 0.005
+    lrs = []
+    for epoch in range(3, epochs):
+        drive(schedule, optimizer, range(epoch, epoch + 1), rows, 7)
+        lrs.append(base_lr(optimizer))
+    assert lrs == sorted(lrs, reverse=True)
+    assert schedule.planned_steps == 60
+
+
+def test_skipped_steps_are_not_made_up_for() -> None:
+    """10 rows at a reference of 8, the short last step skipped: as a plain loop with GradScaler counts."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = Schedule(lr_scheduler.ExponentialLR(optimizer, 0.5), ScheduleProgress(10, 8))
+    for epoch in range(4):
+        optimizer.step()
+        schedule.after_step(epoch, 8, applied=True)
+        schedule.after_step(epoch, 10, applied=False)
+    assert base_lr(optimizer) == 0.5**4
 
 
 def test_per_epoch_schedulers_step_once_an_epoch() -> None:
@@ -166,13 +218,13 @@ def test_per_epoch_schedulers_step_once_an_epoch() -> None:
     plateau = Schedule(lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0), progress)
     for loss in (1.0, 2.0, 3.0, None):
         optimizer.step()
-        plateau.after_step(0, 50, 0)
+        plateau.after_step(0, 50, applied=True)
         plateau.after_epoch(loss)
     assert base_lr(optimizer) == 0.25
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.25)
     stepped = Schedule(lr_scheduler.StepLR(optimizer, 1, 0.1), progress, per_epoch=True)
     optimizer.step()
-    stepped.after_step(0, 100, 0)
+    stepped.after_step(0, 100, applied=True)
     assert base_lr(optimizer) == 0.25
     stepped.after_epoch(None)
     assert base_lr(optimizer) == pytest.approx(0.025)

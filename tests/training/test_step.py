@@ -145,7 +145,7 @@ def test_a_step_the_fp16_scaler_skips_changes_nothing_but_the_count() -> None:
     assert (report.rows, report.steps) == (30, 3)
     assert (report.totals.num_steps, report.totals.num_finite_steps) == (3, 2)
     assert report.totals.first_bad_step == 2
-    assert loop.progress.skipped_rows == 10
+    assert loop.progress.skipped_steps == 1
     assert loop._optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.5**2)
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
@@ -176,6 +176,57 @@ def test_statistics_leave_non_finite_steps_out() -> None:
     assert totals.grad_norm == 2.0
     assert totals.loss == 0.5
     assert stats.take().num_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (torch.tensor(1.0), "loss returned Tensor"),
+        ((torch.ones(3), 3), r"tensor of shape \(3,\)"),
+        ((torch.tensor(1.0), torch.ones(2)), r"tensor of shape \(2,\)"),
+        ((1.0, 3), "the sum as float"),
+    ],
+)
+def test_a_loss_that_is_no_sum_and_weight_is_told_what_to_be(result: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        make_step(linear()).run([None], lambda _: result, rows=1, lr_scale=1.0)
+
+
+def test_negative_or_nan_weight_shows_instead_of_training_on() -> None:
+    for weight in (-1.0, float("nan")):
+        model = linear()
+        result = make_step(model).run([[(2.0, weight)]], weighted(model), rows=1, lr_scale=1.0)
+        assert torch.isnan(result.grad_norm)
+
+
+def test_parameters_outside_the_model_are_refused() -> None:
+    stray = torch.nn.Parameter(torch.zeros(1))
+    model = linear()
+    optimizer = torch.optim.SGD([*model.parameters(), stray], lr=0.1)
+    with pytest.raises(ConfigError, match="parameters that the model has not"):
+        OptimizerStep(model, optimizer, World.current(), MixedPrecision("fp32", CPU))
+
+
+def broadcast_everything() -> list[Any]:
+    rank = World.current().rank
+    big = torch.full((3, 4), float(rank))
+    tensors = [
+        torch.full((2,), rank, dtype=torch.int16),
+        torch.tensor(bool(rank)),
+        torch.full((2,), complex(rank, 1)),
+        torch.full((3,), rank, dtype=torch.uint32),
+        big[:, :2],
+        torch.zeros(0),
+    ]
+    for tensor in tensors:
+        World.current().broadcast_(tensor)
+    return [t.tolist() for t in tensors] + [big[:, 2:].tolist()]
+
+
+def test_tensors_of_every_kind_become_rank_zeros() -> None:
+    zero, one = run_ranks(broadcast_everything, 2)
+    assert one[:-1] == zero[:-1]
+    assert one[-1] == [[1.0, 1.0]] * 3, "what lies beside a view stays"
 
 
 def test_layers_whose_forward_is_a_collective_are_refused() -> None:

@@ -17,7 +17,7 @@ class GrowthLimit(Stateless):
         ConfigError: ``factor`` not above 1.
     """
 
-    factor: Annotated[float, Key("largest factor of growth per decision", gt=1)] = 2.0
+    factor: Annotated[float, Key("largest factor of growth per decision", gt=1, le=1_000)] = 2.0
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -27,14 +27,11 @@ class ScheduleProgress:
         """``S``: steps of one pass at the reference batch."""
         return -(-self.num_rows // self.reference_batch_size)
 
-    def count(self, epoch: int, rows_in_epoch: int, skipped_rows: int = 0) -> int:
+    def count(self, epoch: int, rows_in_epoch: int) -> int:
         """Scheduler steps due.
 
         Args:
             epoch: Pass being trained, from 0.
             rows_in_epoch: Rows of it used so far.
-            skipped_rows: Rows of steps the fp16 scaler skipped, in the whole run: they were used,
-                but do not advance the schedule.
         """
-        done = epoch * self.steps_per_epoch - (-rows_in_epoch // self.reference_batch_size)
-        return done + (-skipped_rows // self.reference_batch_size)
+        return epoch * self.steps_per_epoch - (-rows_in_epoch // self.reference_batch_size)

@@ -14,6 +14,7 @@ from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.keys import Key, check_ranges
 from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.core.policy import Proposal, State, View
+from ray_dynbs.core.signal import Signal
 
 MemoryVote = Literal["accumulate", "shrink"]
 Vote = tuple[int, str]
@@ -71,7 +72,7 @@ class Threshold:
             return self._accumulate(proposal, state, view)
         memory = self._memory_vote(view)
         reason = f"{gradient[1]}; {memory[1]}"
-        vote = self._combine(gradient[0], memory[0], view.signal.memory_fraction)
+        vote = self._combine(gradient[0], memory[0], view.signal)
         return _move(proposal, view, vote, reason), state
 
     def _gradient_vote(self, view: View) -> Vote:
@@ -94,11 +95,13 @@ class Threshold:
             return int(self.memory_grows), f"memory {used:.2f} < {self.memory_low:g}: growth allowed"
         return 0, f"memory {used:.2f} within [{self.memory_low:g}, {self.memory_high:g}]: no growth"
 
-    def _combine(self, gradient: int, memory: int, used: float | None) -> int:
+    def _combine(self, gradient: int, memory: int, signal: Signal) -> int:
+        """A shrink vote wins; growth needs both quantities measured, and memory below ``memory_low``."""
         if min(gradient, memory) < 0:
             return -1
+        used = signal.memory_fraction
         room = used is not None and used < self.memory_low
-        return int(room and max(gradient, memory) > 0)
+        return int(room and signal.grad_norm is not None and max(gradient, memory) > 0)
 
     def _accumulate(self, proposal: Proposal, state: State, view: View) -> tuple[Proposal, State]:
         """Halve the micro-batch while memory is high and halving it helps.

@@ -1,0 +1,87 @@
+"""The ready-made tasks: losses are sums, weights are what the mean divides by, models learn."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from ray_dynbs.config import Config
+from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.tasks import bytes_lm, digits
+from ray_dynbs.training.columns import ColumnStore
+
+
+def config(task: str, **task_args: Any) -> Config:
+    optimizer = {"name": "adam", "lr": 0.01}
+    return Config.model_validate({"task": task, "epochs": 1, "optimizer": optimizer, "task_args": task_args})
+
+
+def test_the_digits_are_all_there() -> None:
+    files = digits.datasets(config("digits"))
+    tables = {split: pq.read_table(path) for split, path in files.items()}
+    assert {split: table.num_rows for split, table in tables.items()} == {"train": 1437, "validation": 360}
+    labels = torch.tensor(tables["train"]["label"].to_pylist()).bincount()
+    assert labels.min() >= 139
+    pixels = ColumnStore([tables["validation"]]).gather(torch.arange(360).numpy())["pixels"]
+    assert pixels.shape == (360, 64)
+    assert (pixels.min(), pixels.max()) == (0, 16)
+
+
+def test_a_byte_model_counts_bytes_and_starts_near_ignorance() -> None:
+    small = config("bytes_lm", megabytes=0.02, context=32, layers=1, width=32, heads=2)
+    tables = bytes_lm.datasets(small)
+    assert tables["train"].num_rows > 9 * tables["validation"].num_rows > 0
+    batch = ColumnStore([tables["train"]]).gather(torch.arange(16).numpy())
+    assert batch["text"].shape == (16, 33)
+    model = bytes_lm.build_model(small)
+    total, weight = bytes_lm.loss(model, batch)
+    assert weight == 16 * 32
+    assert total.item() / weight == pytest.approx(math.log(256), rel=0.1)
+    parts = [bytes_lm.loss(model, {"text": piece}) for piece in batch["text"].split([5, 11])]
+    assert sum(part[0].item() for part in parts) == pytest.approx(total.item(), rel=1e-5)
+
+
+def test_a_byte_model_sees_only_the_past() -> None:
+    model = bytes_lm.build_model(config("bytes_lm", context=16, layers=2, width=16, heads=2)).eval()
+    text = torch.randint(0, 256, (1, 16))
+    changed = text.clone()
+    changed[0, 9] = (changed[0, 9] + 1) % 256
+    before, after = model(text), model(changed)
+    torch.testing.assert_close(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:])
+
+
+def test_a_byte_model_learns() -> None:
+    small = config("bytes_lm", megabytes=0.02, context=32, layers=1, width=32, heads=2)
+    torch.manual_seed(0)
+    model = bytes_lm.build_model(small)
+    batch = ColumnStore([bytes_lm.datasets(small)["train"]]).gather(torch.arange(64).numpy())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        total, weight = bytes_lm.loss(model, batch)
+        (total / weight).backward()
+        optimizer.step()
+        losses.append(total.item() / weight)
+    assert losses[-1] < 3.5 < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("build", "arguments", "words"),
+    [
+        (bytes_lm.build_model, {"wdth": 3}, "task_args.wdth: unknown key; allowed: megabytes"),
+        (bytes_lm.build_model, {"layers": 0}, "task_args.layers is 0; allowed: a number > 0"),
+        (bytes_lm.build_model, {"width": 30, "heads": 4}, "allowed: a width that heads divides"),
+        (bytes_lm.datasets, {"megabytes": 9e9}, "the standard library here has"),
+        (digits.build_model, {"hidden": 3}, "task_args.hidden: unknown key; allowed: channels"),
+        (digits.build_model, {"channels": [1]}, "two whole numbers"),
+    ],
+)
+def test_wrong_arguments_are_refused(build: Any, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(config("task", **arguments))
