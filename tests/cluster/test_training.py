@@ -120,7 +120,7 @@ def test_the_reported_lr_is_schedule_times_rule_times_warm_up(straight: tuple[Pa
         assert row["lr"] == pytest.approx(base * scale, rel=1e-9)
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_number_of_workers_does_not_change_a_run(
     straight: tuple[Path, RunDirectory], tmp_path: Path, num_workers: int
 ) -> None:
@@ -175,6 +175,7 @@ def test_the_journal_reproduces_every_decision(straight: tuple[Path, RunDirector
     assert replay(decisions, make_config(folder, 2).make_manager) == []
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_left_to_do(straight: tuple[Path, RunDirectory]) -> None:
     folder, directory = straight
     before = directory.read_epochs()
