@@ -22,7 +22,7 @@ from ray_dynbs.config import load_config
 from ray_dynbs.core.journal import decode_lines, replay
 from ray_dynbs.storage.run_directory import EPOCH_SCHEMA, RunDirectory
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "jobs" / "configs" / "digits.yaml"
 
@@ -52,7 +52,7 @@ class Command:
             return
         self.seen.update({child.pid: child for child in family})
 
-    def wait(self, timeout_s: float = 150) -> int:
+    def wait(self, timeout_s: float = 300) -> int:
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None:
             if time.monotonic() > deadline:
@@ -61,7 +61,7 @@ class Command:
             time.sleep(0.2)
         return self.process.returncode
 
-    def wait_for(self, words: str, times: int = 1, timeout_s: float = 120) -> None:
+    def wait_for(self, words: str, times: int = 1, timeout_s: float = 240) -> None:
         deadline = time.monotonic() + timeout_s
         while self.text.count(words) < times:
             assert time.monotonic() < deadline, self.text
@@ -132,7 +132,7 @@ def test_ctrl_c_leaves_a_run_that_resumes_and_no_process(start: Any, tmp_path: P
     command.wait_for("samples/s")
     command.wait_for("grow", times=1)
     os.killpg(command.process.pid, signal.SIGINT)
-    assert command.wait(60) == 130, command.text
+    assert command.wait(120) == 130, command.text
     assert command.survivors() == []
     run = RunDirectory.open(str(tmp_path / "runs" / "digits"))
     done = len(run.read_epochs())
@@ -144,7 +144,7 @@ def test_ctrl_c_leaves_a_run_that_resumes_and_no_process(start: Any, tmp_path: P
     assert sorted(history) == list(range(done + 2))
     assert {row["rows"] for row in history.values()} == {1437}
     again = start("train", str(DIGITS), *out, "--set", f"epochs={done + 2}", "--resume", run.uri)
-    assert again.wait(30) == 0
+    assert again.wait() == 0
     assert "nothing left to do" in again.text
     assert not (tmp_path / "runs" / "digits-2").exists()
 
@@ -154,7 +154,7 @@ def test_sigterm_is_taken_as_ctrl_c(start: Any, tmp_path: Path) -> None:
     command = start("train", str(DIGITS), "--out", str(tmp_path / "runs"), "--set", "epochs=500")
     command.wait_for("hold")
     command.process.terminate()
-    assert command.wait(60) == 130, command.text
+    assert command.wait(120) == 130, command.text
     assert "interrupted; go on with: --resume" in command.text
     assert "SIGTERM received" not in command.text
     assert command.survivors() == []
@@ -203,7 +203,7 @@ def test_any_parquet_folder_and_a_task_of_ones_own(start: Any, tmp_path: Path) -
 
 def test_more_workers_than_the_cluster_can_place(start: Any, tmp_path: Path) -> None:
     command = start("train", str(DIGITS), "--out", str(tmp_path / "runs"), "--set", "cluster.num_workers=999")
-    assert command.wait(60) == 2
+    assert command.wait() == 2
     assert command.text.startswith(
         "error: cluster.num_workers is 999: they need 124.875 CPU, the cluster has "
     )

@@ -84,7 +84,7 @@ def test_a_policy_state_that_no_checkpoint_can_hold_is_refused_at_once(run: RunD
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_the_actor_equals_the_object_and_survives_its_death(
     cluster: None, run: RunDirectory, tmp_path: Path
 ) -> None:
@@ -96,7 +96,7 @@ def test_the_actor_equals_the_object_and_survives_its_death(
         request = DecisionRequest(got.state, signal(version, 0.01 if version % 2 else 20.0))
         if version == 3:
             ray.kill(actor, no_restart=False)
-        expected, got = plain.decide(request), ray.get(actor.decide.remote(request), timeout=60)
+        expected, got = plain.decide(request), ray.get(actor.decide.remote(request), timeout=120)
         assert got == expected
     versions = [d.version for d in decode_lines(run.read_text(DECISIONS))]
     assert versions == list(range(7))

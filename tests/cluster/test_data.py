@@ -14,7 +14,7 @@ from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.training.columns import ColumnStore
 from tests.support import split_table, table
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120), pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 
 
 def test_rows_keep_their_order_through_a_pipeline() -> None:

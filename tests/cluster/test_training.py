@@ -21,7 +21,7 @@ from ray_dynbs.storage.run_directory import DECISIONS, MODEL, RunDirectory
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.sources import resolve_sources
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(480), pytest.mark.usefixtures("cluster")]
 
 NUM_ROWS, EPOCHS, SIZES = 61, 6, [9, 33, 2, 61, 17]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ray_dynbs.core.plan import num_steps
+
 
 @dataclass(frozen=True)
 class ScheduleProgress:
@@ -25,7 +27,7 @@ class ScheduleProgress:
     @property
     def steps_per_epoch(self) -> int:
         """``S``: steps of one pass at the reference batch."""
-        return -(-self.num_rows // self.reference_batch_size)
+        return num_steps(self.num_rows, self.reference_batch_size)
 
     def count(self, epoch: int, rows_in_epoch: int) -> int:
         """Scheduler steps due.
