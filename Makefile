@@ -7,6 +7,7 @@
 # and use TORCH=system.
 
 BIN := .venv/bin
+SOURCES := ray_dynbs jobs tests
 # The stamp's name and content keep how .venv was made, for the next time it has to be brought up to date.
 ifneq ($(wildcard .venv/.installed-system),)
 TORCH ?= system
@@ -70,8 +71,8 @@ test-gpu: $(STAMP) ## The tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
 lint: $(STAMP) ## Check style and formatting
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check $(SOURCES)
+	@$(BIN)/ruff format --check $(SOURCES)
 
 types: $(STAMP) ## Check types
 	@$(BIN)/mypy
@@ -80,8 +81,8 @@ imports: $(STAMP) ## Check the import contracts
 	@$(BIN)/lint-imports --no-logo
 
 format: $(STAMP) ## Fix style and formatting where that is safe
-	@$(BIN)/ruff check --fix-only .
-	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix-only $(SOURCES)
+	@$(BIN)/ruff format $(SOURCES)
 
 bench: $(STAMP) ## Measure what a decision and an epoch cost (ARGS="--quick --json FILE")
 	@$(BIN)/python jobs/bench_overhead.py $(ARGS)

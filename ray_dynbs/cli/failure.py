@@ -29,6 +29,13 @@ def _first_cause(error: BaseException) -> tuple[int | None, BaseException]:
     failures: dict[int, BaseException] = getattr(error, "worker_failures", None) or {}
     if not failures:
         return None, getattr(error, "controller_failure", error)
-    causes = {rank: getattr(e, "_base_exc", e) for rank, e in failures.items()}  # the user's own exception
+    causes = {rank: _own(e) for rank, e in failures.items()}
     own = {rank: e for rank, e in causes.items() if not any(word in str(e) for word in _CONSEQUENCES)}
     return min((own or causes).items(), key=lambda item: item[0])
+
+
+def _own(failure: BaseException) -> BaseException:
+    """The exception that the user's code raised, without what Ray Train and a Ray call put around it."""
+    own = getattr(failure, "_base_exc", failure)
+    cause = getattr(own, "cause", None)
+    return cause if isinstance(cause, BaseException) else own

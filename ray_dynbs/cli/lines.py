@@ -12,7 +12,8 @@ _WIDTHS = (5, 6, 9, 9, 8, 9, 10, 4)
 
 def header_line(metric: str) -> str:
     """Names of the columns."""
-    names = ("epoch", "batch", "micro x k", "lr", "loss", metric[:9], "samples/s", "mem")
+    validation = "val loss" if metric == "loss" else metric
+    names = ("epoch", "batch", "micro x k", "lr", "loss", validation[:9], "samples/s", "mem")
     return "  ".join(f"{name:>{width}}" for name, width in zip(names, _WIDTHS, strict=True)) + "  next"
 
 

@@ -25,8 +25,8 @@ def open_run(config: Config, resume: str) -> tuple[RunDirectory, Config]:
         resume: A run directory, or :data:`NEWEST` for the newest of this name.
 
     Raises:
-        ConfigError: there is no such run, or it was trained with another optimizer or scheduler, whose
-            state is in its checkpoint.
+        ConfigError: there is no such run, or it was trained with another task, optimizer or scheduler,
+            whose state is in its checkpoint.
     """
     run = RunDirectory.newest(config.out, config.name) if resume == NEWEST else RunDirectory.open(resume)
     old = parse_yaml(run.read_text(CONFIG))
@@ -35,10 +35,10 @@ def open_run(config: Config, resume: str) -> tuple[RunDirectory, Config]:
         update={"lr": config.lr.model_copy(update={"reference_batch_size": reference})}
     )
     for key, was, now in changed_keys(old, config.model_dump()):
-        if key.partition(".")[0] in ("optimizer", "scheduler"):
+        if key.partition(".")[0] in ("task", "optimizer", "scheduler"):
             raise ConfigError(
-                f"--resume: {key} was {was!r}, is now {now!r}; allowed: the same, since its state is in the "
-                "checkpoint"
+                f"--resume: {key} was {was!r}, is now {now!r}; allowed: the same, since the checkpoint of "
+                f"{run.uri} holds its state"
             )
         if key != "lr.reference_batch_size" or was is not None:
             typer.echo(f"resume: {key} was {was!r}, is now {now!r}; {_what_holds(key, was)}", err=True)

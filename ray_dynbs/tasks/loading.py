@@ -54,7 +54,7 @@ def load_task(path: str) -> Any:
 def _find(path: str) -> Any:
     module_name, colon, attribute = path.partition(":")
     try:
-        if not colon and not _is_module(path):
+        if not colon and "." in path and not _is_module(path):
             module_name, _, attribute = path.rpartition(".")
         module = importlib.import_module(module_name)
         return getattr(module, attribute) if attribute else module

@@ -91,6 +91,10 @@ WRONG = {
     "scheduler key": ("scheduler.name=CosineAnnealingLR", "missing 1 required positional argument: 'T_max'"),
     "precision": ("precision=fp8", "precision is 'fp8'; allowed: 'fp32', 'bf16', 'fp16' or 'fp64'"),
     "task": ("task=nope.task", "task 'nope.task' does not import: ModuleNotFoundError"),
+    "task misspelt": (
+        "task=my_tsk",
+        "task 'my_tsk' does not import: ModuleNotFoundError: No module named 'my_tsk'",
+    ),
     "task without parts": ("task=json", "task 'json' has no build_model, loss"),
     "task argument": ("task_args.hiden=[3]", "task_args.hiden: unknown key"),
     "missing file": ("data.train=/nope/x.parquet", "train data '/nope/x.parquet': no such file or folder"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ray.exceptions import RayTaskError
 from ray.train import WorkerGroupError
 
 from ray_dynbs.cli.failure import report_failure
@@ -20,6 +21,11 @@ def test_the_worker_that_failed_first_is_named(capsys: pytest.CaptureFixture[str
     assert lines[0] == "error (worker 1): KeyError: 'pixels'"
     assert lines[-1] == "the whole story"
     assert first_line(capsys, {1: lost})[0].startswith("error (worker 1): RuntimeError: [gloo/transport]")
+
+
+def test_what_ray_puts_around_a_cause_is_taken_off(capsys: pytest.CaptureFixture[str]) -> None:
+    wrapped = RayTaskError("decide", "a long traceback", AttributeError("no such size"))
+    assert first_line(capsys, {0: wrapped})[0] == "error (worker 0): AttributeError: no such size"
 
 
 def test_wrong_input_needs_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
