@@ -132,13 +132,11 @@ def training_loop(
     progress = ScheduleProgress(whole.num_rows, reference or plan.global_batch_size)
     loop = TrainingLoop(
         model=model,
-        optimizer=optimizer,
         step=OptimizerStep(model, optimizer, world, precision, clip_grad_norm=clip_grad_norm),
-        schedule=Schedule(make_scheduler(optimizer) if make_scheduler else None, progress),
+        schedules=[Schedule(make_scheduler(optimizer) if make_scheduler else None, progress)],
         feed=IndexedFeed(
             ColumnStore([whole]), rank=world.rank, plan=plan, seed=1, shuffle=shuffle, device=world.device
         ),
-        loss_fn=squared_error(model),
         world=world,
     )
     return model, loop

@@ -34,7 +34,7 @@ def check_command(config: Config) -> None:
     batch = config.batch
     typer.echo(
         f"ok: {config.name}: {rows}; batch {batch.initial} in [{batch.min}, {batch.max}], "
-        f"policy {config.policy['name']}, lr rule {config.lr.rule}, {config.cluster.num_workers} workers"
+        f"policy {config.policy['name']}, lr rule {config.lr.rule}, {config.cluster.workers_text} workers"
     )
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from ray_dynbs.cluster.lost import is_consequence
 from ray_dynbs.core.errors import ConfigError
-
-# When one worker fails, the others fail soon after because it no longer answers.
-_CONSEQUENCES = ("Connection closed by peer", "gloo", "NCCL", "Connection reset", "Broken pipe")
 
 
 def report_failure(error: BaseException) -> None:
@@ -30,7 +28,7 @@ def _first_cause(error: BaseException) -> tuple[int | None, BaseException]:
     if not failures:
         return None, getattr(error, "controller_failure", error)
     causes = {rank: _own(e) for rank, e in failures.items()}
-    own = {rank: e for rank, e in causes.items() if not any(word in str(e) for word in _CONSEQUENCES)}
+    own = {rank: e for rank, e in causes.items() if not is_consequence(e)}
     return min((own or causes).items(), key=lambda item: item[0])
 
 

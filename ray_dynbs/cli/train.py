@@ -6,11 +6,11 @@ import typer
 
 from ray_dynbs.cli.exits import DONE, FAILED, INTERRUPTED
 from ray_dynbs.cli.failure import report_failure
-from ray_dynbs.cli.lines import EpochLines, header_line
 from ray_dynbs.cli.resume import open_run
 from ray_dynbs.cluster.session import ray_session
 from ray_dynbs.config import Config
 from ray_dynbs.config.load import dump_yaml
+from ray_dynbs.report.live import make_view
 from ray_dynbs.storage.run_directory import CONFIG, RunDirectory, check_writable
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.preflight import Preflight, preflight
@@ -54,17 +54,18 @@ def _train(config: Config, run: RunDirectory | None, found: Preflight) -> int:
     sources = found.sources
     if sources is None:
         sources = resolve_sources(config, load_task(config.task))
-    data = prepare_data(sources, config.data.columns, found.rows)
+    data = prepare_data(sources, config.data.columns, found.rows, config.data.timeout_s)
     if run is None:
         run = RunDirectory.create(config.out, config.name)
         if run.name != config.name:
             typer.echo(f"{config.name} exists already: this run is {run.name}", err=True)
     old_config, old_epochs = run.read_text(CONFIG), len(run.read_epochs())
     run.write_text(CONFIG, dump_yaml(config))
-    typer.echo(f"run {run.uri}: {data.num_rows['train']} rows, {config.cluster.num_workers} workers")
-    typer.echo(header_line(config.metric.name))
+    typer.echo(f"run {run.uri}: {data.num_rows['train']} rows, {config.cluster.workers_text} workers")
+    view = make_view(config.metric.name, config.epochs, typer.echo)
     try:
-        result = run_training(config, run, data, EpochLines(typer.echo).show)
+        with view:
+            result = run_training(config, run, data, view.show)
     except (TrainingFailedError, RayError) as error:
         if old_config and len(run.read_epochs()) == old_epochs:
             run.write_text(CONFIG, old_config)  # it did not go on: its record is as it was

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_dynbs.config import Config
+from ray_dynbs.config.schema import Batching
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.journal import decode_lines, encode_line
@@ -59,11 +59,11 @@ class Coordinator:
     """The manager behind an actor's calls, and the only writer of the run's journal and epochs.
 
     Args:
-        config: The run's configuration.
+        config: How the run decides.
         run: Its directory.
     """
 
-    def __init__(self, config: Config, run: RunDirectory) -> None:
+    def __init__(self, config: Batching, run: RunDirectory) -> None:
         self._config, self._run = config, run
         self._decisions = {(d.incarnation, d.version): d for d in decode_lines(run.read_text(DECISIONS))}
         self._lines = {key: encode_line(d) + "\n" for key, d in self._decisions.items()}
@@ -139,7 +139,7 @@ def _key(row: dict[str, Any]) -> tuple[int, int]:
     return row["incarnation"], row["epoch"]
 
 
-def start_coordinator(config: Config, run: RunDirectory) -> Any:
+def start_coordinator(config: Batching, run: RunDirectory) -> Any:
     """Start the actor next to the driver, which owns it.
 
     It ends with the driver, survives its own death (calls retry by themselves), takes no CPU and needs no

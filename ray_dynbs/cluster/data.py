@@ -6,6 +6,8 @@ theirs, and an epoch starts without a new executor.
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import ray
 import ray.data
+from ray.data.block import BlockAccessor
 
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.tasks.sources import Source, is_path
@@ -37,18 +40,19 @@ class PreparedData:
     Attributes:
         blocks: Split -> its blocks.
         num_rows: Split -> its rows.
-        owners: The data sets that own the blocks: they live as long as this object does.
+        owners: What owns the blocks: they live as long as this object does.
     """
 
     blocks: dict[str, Blocks]
     num_rows: dict[str, int]
-    owners: tuple[ray.data.Dataset, ...]
+    owners: tuple[Any, ...]
 
 
 def prepare_data(
     sources: Mapping[str, Source],
     columns: list[str] | None,
     expected: Mapping[str, int | None] | None = None,
+    timeout_s: float | None = None,
 ) -> PreparedData:
     """Run every source's pipeline once, and see that its rows can become tensors.
 
@@ -56,6 +60,7 @@ def prepare_data(
         sources: Split -> Parquet paths, or a data set of Ray Data.
         columns: Columns to keep, or ``None`` for all.
         expected: Split -> rows counted beforehand, where they were.
+        timeout_s: Longest wait for a pipeline's first rows; ``None`` for no limit.
 
     Raises:
         ConfigError: a split without rows, or with other rows than were counted, or with a column that
@@ -67,9 +72,9 @@ def prepare_data(
     blocks, num_rows, owners = {}, {}, []
     for split, source in sources.items():
         dataset = _open(split, source, columns)
-        blocks[split] = Blocks(dataset.to_arrow_refs())
+        blocks[split], bundles = _materialize(split, dataset, timeout_s)
         num_rows[split] = _check(split, blocks[split], columns)
-        owners.append(dataset)
+        owners += [dataset, *bundles]
         counted = (expected or {}).get(split)
         if counted is not None and counted != num_rows[split]:
             raise ConfigError(
@@ -93,8 +98,65 @@ def _open(split: str, source: Source, columns: list[str] | None) -> ray.data.Dat
         if missing:
             raise ConfigError(f"{split} data: no column {missing[0]!r}; it has {', '.join(names)}")
         dataset = dataset.select_columns(columns)
-    materialized: ray.data.Dataset = dataset.materialize()
-    return materialized
+    return dataset
+
+
+def _materialize(split: str, dataset: ray.data.Dataset, timeout_s: float | None) -> tuple[Blocks, list[Any]]:
+    """Run a pipeline to its end, unless its first rows do not come.
+
+    Returns:
+        Its blocks as Arrow tables, and what has to live as long as they do.
+
+    Raises:
+        ConfigError: no rows came in time; says what the cluster has free.
+    """
+    bundles: list[Any] = []
+    news: queue.SimpleQueue[BaseException | bool] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            for bundle in dataset.iter_internal_ref_bundles():
+                bundles.append(bundle)
+                news.put(False)
+            news.put(True)
+        except BaseException as error:  # noqa: BLE001  # raised again by the caller
+            news.put(error)
+
+    threading.Thread(target=run, name="ray-dynbs-materialize", daemon=True).start()
+    try:
+        done = news.get(timeout=timeout_s)
+    except queue.Empty:
+        there = ray.cluster_resources().get("CPU", 0.0)
+        free = ray.available_resources().get("CPU", 0.0)
+        raise ConfigError(
+            f"{split} data: no rows came within {timeout_s:g} s (timeout_s); its pipeline waits for the "
+            f"cluster, which has {free:g} of {there:g} CPU free, or for itself"
+        ) from None
+    while done is False:
+        done = news.get()
+    if isinstance(done, BaseException):
+        raise done
+    refs = [
+        _as_table(entry.ref, piece, bundle.schema)
+        for bundle in bundles
+        for entry, piece in zip(bundle.blocks, bundle.slices, strict=True)
+    ]
+    return Blocks(refs), bundles
+
+
+def _as_table(ref: Any, piece: Any, schema: Any) -> Any:
+    """A block by reference, made into an Arrow table where it is none, and cut where only a part counts."""
+    if piece is None and isinstance(schema, pa.Schema):
+        return ref
+    start, stop = (None, None) if piece is None else (piece.start_offset, piece.end_offset)
+    convert: Any = _convert
+    return convert.remote(ref, start, stop)
+
+
+@ray.remote(num_cpus=0)
+def _convert(block: Any, start: int | None, stop: int | None) -> pa.Table:
+    table = BlockAccessor.for_block(block).to_arrow()
+    return table if start is None or stop is None else table.slice(start, stop - start)
 
 
 def _check(split: str, blocks: Blocks, columns: list[str] | None) -> int:
@@ -107,6 +169,16 @@ def _check(split: str, blocks: Blocks, columns: list[str] | None) -> int:
     return store.num_rows
 
 
-def fetch(blocks: Blocks) -> list[Any]:
-    """The tables on this node, mapped rather than copied where they already lie there."""
-    return list(ray.get(blocks.refs))
+def fetch(blocks: Blocks, timeout_s: float | None = None) -> list[Any]:
+    """The tables on this node, mapped rather than copied where they already lie there.
+
+    Raises:
+        TimeoutError: they did not come in time.
+    """
+    try:
+        return list(ray.get(blocks.refs, timeout=timeout_s))
+    except ray.exceptions.GetTimeoutError as error:
+        raise TimeoutError(
+            f"the first batch did not come: {len(blocks.refs)} blocks of data are not on this node after "
+            f"{timeout_s:g} s (timeout_s)"
+        ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +15,14 @@ from ray_dynbs.core.lr import ScheduleProgress
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.training.checkpoint import TrainState, seed_everything
 from ray_dynbs.training.columns import ColumnStore, TensorBatch
-from ray_dynbs.training.evaluate import evaluate
-from ray_dynbs.training.feed import IndexedFeed, sequential_batches
+from ray_dynbs.training.evaluate import Sums, batch_sums, evaluate
+from ray_dynbs.training.feed import IndexedFeed, sequential_batches, to_device
 from ray_dynbs.training.loop import Progress, TrainingLoop
 from ray_dynbs.training.lr import Schedule
 from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
 from ray_dynbs.training.precision import MixedPrecision
 from ray_dynbs.training.step import OptimizerStep
+from ray_dynbs.training.sums import PROBE_ROWS, Pair, refuse_mean, untouched
 from ray_dynbs.training.world import World
 
 
@@ -54,36 +54,61 @@ class Parts:
         """
         state, config = self.state, self.config
         step = OptimizerStep(
-            state.model, state.optimizer, self.world, state.precision, clip_grad_norm=config.clip_grad_norm
+            state.model,
+            state.optimizer,
+            self.world,
+            state.precision,
+            clip_grad_norm=config.clip_grad_norm,
+            on_nonfinite=config.on_nonfinite,
         )
         return TrainingLoop(
             model=state.model,
-            optimizer=state.optimizer,
             step=step,
-            schedule=state.schedule,
+            schedules=[state.schedule],
             feed=self.feed,
-            loss_fn=lambda batch: self.task.loss(state.model, batch),
             world=self.world,
             seed=config.seed,
             warmup_epochs=config.lr.warmup_epochs,
             progress=progress,
         )
 
+    def loss(self, batch: TensorBatch) -> tuple[Any, ...]:
+        """The task's loss of a micro-batch."""
+        pair: tuple[Any, ...] = self.task.loss(self.state.model, batch)
+        return pair
+
+    def metrics(self, batch: TensorBatch) -> Sums:
+        """The task's metrics of a batch; none where it has no such part."""
+        part = getattr(self.task, "metrics", None)
+        return part(self.state.model, batch) if part else {}
+
     def check_metric(self) -> None:
-        """See, on two validation rows and without any collective, that the configured metric is reported.
+        """See, on a few validation rows and without any collective, that metrics are sums and the right ones.
 
         Raises:
-            ConfigError: it is not; names those that are.
+            ConfigError: the configured metric is not reported, or one is a mean; names it.
         """
         if self.validation is None:
             return
+        rows = np.arange(min(PROBE_ROWS, self.validation.num_rows))
+        half = len(rows) // 2
+        pieces = [rows, rows[:half], rows[half:]] if half else [rows]
+        with untouched(self.state.model), self.state.precision.autocast():
+            found = [self._batch_sums(piece) for piece in pieces]
         wanted = self.config.metric.name
-        alone = World(0, 1, self.world.device)
-        rows = np.arange(min(2, self.validation.num_rows))
-        batch = {k: v.to(self.world.device) for k, v in self.validation.gather(rows).items()}
-        reported = self._evaluate([batch], alone)
-        if wanted not in reported:
-            raise ConfigError(f"metric.name is {wanted!r}; the task reports {', '.join(sorted(reported))}")
+        if wanted not in found[0]:
+            raise ConfigError(f"metric.name is {wanted!r}; the task reports {', '.join(sorted(found[0]))}")
+        if half:
+            for name in found[0]:
+                what = "loss" if name == "loss" else f"metric {name!r}"
+                refuse_mean(what, *(each[name] for each in found))
+
+    def _batch_sums(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, Pair]:
+        assert self.validation is not None
+        device = self.world.device
+        batch = to_device(self.validation.gather(rows), device)
+        sums = batch_sums(batch, self.loss, self.metrics, device)
+        return {name: (float(total), float(weight)) for name, (total, weight) in sums.items()}
 
     def evaluate(self, micro_batch_size: int) -> dict[str, float]:
         """Mean loss and metrics over the validation rows; empty without any.
@@ -101,16 +126,12 @@ class Parts:
             batch_size=self.config.evaluate.batch_size or 2 * micro_batch_size,
             device=self.world.device,
         )
-        return self._evaluate(batches, self.world)
-
-    def _evaluate(self, batches: Iterable[TensorBatch], world: World) -> dict[str, float]:
-        model, metrics = self.state.model, getattr(self.task, "metrics", None)
         return evaluate(
-            model,
+            self.state.model,
             batches,
-            lambda batch: self.task.loss(model, batch),
-            (lambda batch: metrics(model, batch)) if metrics else None,
-            world=world,
+            self.loss,
+            self.metrics,
+            world=self.world,
             precision=self.state.precision,
         )
 
@@ -124,7 +145,10 @@ def build_parts(config: Config, world: World, blocks: dict[str, Blocks]) -> Part
     task = load_task(config.task)
     precision = MixedPrecision(config.precision, world.device)
     floats = torch.float64 if config.precision == "fp64" else None
-    stores = {split: ColumnStore(fetch(data), config.data.columns, floats) for split, data in blocks.items()}
+    stores = {
+        split: ColumnStore(fetch(data, config.data.timeout_s), config.data.columns, floats)
+        for split, data in blocks.items()
+    }
     progress = ScheduleProgress(stores["train"].num_rows, config.reference_batch_size)
     seed_everything(config.seed, 0, 0)
     model = _place(task.build_model(config), world.device, precision.weight_dtype)

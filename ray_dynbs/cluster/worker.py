@@ -1,8 +1,7 @@
-"""What runs in every Ray Train worker: epoch by epoch train, evaluate, decide, save."""
+"""What runs in every Ray Train worker of a configured run: train, evaluate, decide, save, per epoch."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import tempfile
@@ -10,21 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
 import ray.train
 import ray.train.torch
 import torch
 
-from ray_dynbs.cluster.coordinator import DecisionRequest, EpochRecord, Reply
+from ray_dynbs.cluster.agreement import Agreement
 from ray_dynbs.cluster.data import Blocks
-from ray_dynbs.cluster.record import make_row, make_signal
 from ray_dynbs.cluster.setup import build_parts
 from ray_dynbs.config import Config
 from ray_dynbs.storage.run_directory import MODEL, RunDirectory
 from ray_dynbs.training.loop import EpochReport, Progress
 from ray_dynbs.training.world import World
-
-COORDINATOR_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -54,15 +49,14 @@ class Worker:
         self._world = World.current(ray.train.torch.get_device())
         self._parts = build_parts(given.config, self._world, given.blocks)
         self._best: float | None = None
-        self._unsent: list[EpochRecord] = []
-        self._notes: list[str] = []
         self._parts.check_metric()
-        state = self._restore()
-        group, num_rows = ray.get_runtime_context().get_worker_id(), self._parts.feed.num_rows
-        reply = self._ask("start", group, self._world.size, num_rows, state)
-        if reply is None:
-            raise RuntimeError(f"the coordinator did not answer within {COORDINATOR_TIMEOUT_S:g} s")
-        self._agree(reply)
+        progress, state, notes = self._restore()
+        self._loop = self._parts.make_loop(progress)
+        self._agreement = Agreement(
+            given.coordinator, self._world, metric=given.config.metric.name, apply=self._loop.apply
+        )
+        self._agreement.notes += notes
+        self._agreement.start(self._parts.feed.num_rows, state)
 
     def train(self) -> dict[str, Any]:
         """All epochs that are left."""
@@ -72,30 +66,29 @@ class Worker:
 
     def train_epoch(self) -> EpochReport:
         """One pass: train, evaluate, decide, save."""
-        report = self._loop.train_epoch()
-        validation = self._parts.evaluate(self._decision.plan.micro_batch_size)
+        report = self._loop.train_epoch(self._parts.loss)
+        validation = self._parts.evaluate(self._agreement.decision.plan.micro_batch_size)
         self._parts.state.schedule.after_epoch(validation.get("loss", report.totals.loss))
         self._keep_best(validation)
-        self._decide(report, validation)
+        self._agreement.decide(report, self._loop.progress, validation)
         self._save()
         return report
 
-    def _restore(self) -> dict[str, Any] | None:
-        """Go on from the newest checkpoint if there is one; returns its manager state."""
-        saved, progress, state = ray.train.get_checkpoint(), Progress(), None
-        num_rows = self._parts.feed.num_rows
-        if saved is not None:
-            with saved.as_directory() as folder:
-                restored = self._parts.state.load(Path(folder), self._world.device)
-            progress = Progress(**restored["progress"])
-            self._best, state = restored["best"], restored["manager"]
-            if restored["num_rows"] != num_rows:
-                self._notes.append(
-                    f"the checkpoint was trained on {restored['num_rows']} rows, there are {num_rows} now: "
-                    "the new ones are used, and a per-step schedule goes on from where it was"
-                )
-        self._loop = self._parts.make_loop(progress)
-        return state
+    def _restore(self) -> tuple[Progress, dict[str, Any] | None, list[str]]:
+        """Position, manager state and what to say, of the newest checkpoint if there is one."""
+        saved = ray.train.get_checkpoint()
+        if saved is None:
+            return Progress(), None, []
+        with saved.as_directory() as folder:
+            restored = self._parts.state.load(Path(folder), self._world.device)
+        self._best = restored["best"]
+        num_rows, notes = self._parts.feed.num_rows, []
+        if restored["num_rows"] != num_rows:
+            notes.append(
+                f"the checkpoint was trained on {restored['num_rows']} rows, there are {num_rows} now: "
+                "the new ones are used, and a per-step schedule goes on from where it was"
+            )
+        return Progress(**restored["progress"]), restored["manager"], notes
 
     def _keep_best(self, validation: dict[str, float]) -> None:
         """Write ``model.pt`` where the metric is the best so far; always, while there is no best yet."""
@@ -110,54 +103,20 @@ class Worker:
             torch.save(self._parts.state.model.state_dict(), buffer)
             self._given.run.write_bytes(MODEL, buffer.getvalue())
 
-    def _decide(self, report: EpochReport, validation: dict[str, float]) -> None:
-        """Rank 0 asks once; all ranks apply the answer, or all keep the plan they have."""
-        metric = self._config.metric.name
-        row = make_row(report, self._decision, validation, metric=metric)
-        self._unsent.append(EpochRecord(row, tuple(self._notes)))
-        self._notes.clear()
-        signal = make_signal(
-            report, self._loop.progress, validation, metric=metric, world_size=self._world.size
-        )
-        reply = self._ask("decide", DecisionRequest(self._manager_state, signal, tuple(self._unsent)))
-        if reply is None:
-            self._notes.append(
-                f"the coordinator did not answer after epoch {report.epoch}: the plan was kept"
-            )
-        else:
-            self._unsent.clear()
-            self._agree(reply)
-
-    def _agree(self, reply: Reply) -> None:
-        """Take a decision over, on every rank at the same step boundary."""
-        self._decision, self._manager_state = reply.decision, reply.state
-        self._loop.apply(reply.decision)
-
     def _save(self) -> None:
         """Report a checkpoint to Ray Train: a barrier that every rank passes equally often."""
         progress = self._loop.progress
-        name = f"epoch-{progress.epoch:05d}-incarnation-{self._decision.incarnation}"
+        name = f"epoch-{progress.epoch:05d}-incarnation-{self._agreement.decision.incarnation}"
         if self._world.rank != 0:
             ray.train.report({"epoch": progress.epoch}, checkpoint_dir_name=name)
             return
         content = {
             "progress": progress.to_json(),
             "num_rows": self._parts.feed.num_rows,
-            "manager": self._manager_state,
+            "manager": self._agreement.state,
             "best": self._best,
         }
         with tempfile.TemporaryDirectory() as folder:
             self._parts.state.save(Path(folder), content)
             saved = ray.train.Checkpoint.from_directory(folder)
             ray.train.report({"epoch": progress.epoch}, checkpoint=saved, checkpoint_dir_name=name)
-
-    def _ask(self, method: str, *args: Any) -> Reply | None:
-        """A call that rank 0 makes and whose reply every rank receives; ``None`` without an answer."""
-        reply: Reply | None = None
-        if self._world.rank == 0:
-            call = getattr(self._given.coordinator, method).remote(*args)
-            # Silence is said by the caller; a late answer is overwritten by the next one's.
-            with contextlib.suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
-                reply = ray.get(call, timeout=COORDINATOR_TIMEOUT_S)
-        answer: Reply | None = self._world.broadcast_object(reply)
-        return answer

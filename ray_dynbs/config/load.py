@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from ray_dynbs.config.errors import explain
-from ray_dynbs.config.schema import Config, default_guards
+from ray_dynbs.config.schema import Batching, Config, default_guards
 from ray_dynbs.core.errors import ConfigError
 
 
@@ -85,9 +85,9 @@ def parse_yaml(text: str) -> Any:
         raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from error
 
 
-def dump_yaml(config: Config) -> str:
-    """The resolved configuration; loads to an equal one."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+def dump_yaml(config: Batching, **more: str) -> str:
+    """The resolved configuration, with keys in front of it if given; a :class:`Config` loads again."""
+    return yaml.safe_dump({**more, **config.model_dump()}, sort_keys=False, allow_unicode=True)
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:

@@ -20,8 +20,11 @@ from ray_dynbs.core.manager import DynamicBatchSizeManager
 from ray_dynbs.core.policies import POLICIES
 
 RuleName = Literal["none", "linear", "sqrt"]
+Shuffle = Literal["window", "full", "none"]
 DEFAULT_POLICY = "threshold"
 Rows = Annotated[int, Field(ge=1)]
+Timeout = Annotated[float, Field(gt=0)]
+Workers = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
@@ -94,11 +97,12 @@ class DataSection(Section):
     """Where rows come from, unless the task brings them."""
 
     feed: Literal["auto", "indexed"] = Field("auto", description="how rows reach the workers")
-    shuffle: Literal["window", "full", "none"] = Field("window", description="order of the rows in a pass")
+    shuffle: Shuffle = Field("window", description="order of the rows in a pass")
     train: str | list[str] | None = Field(None, description="Parquet file, folder or URI")
     validation: str | list[str] | None = Field(None, description="Parquet file, folder or URI")
     features: str | list[str] | None = Field(None, description="columns a model reads")
     label: str | None = Field(None, description="column a model predicts")
+    timeout_s: Timeout = Field(300.0, description="longest wait for the first rows")
 
     @model_validator(mode="after")
     def _sound(self) -> DataSection:
@@ -158,14 +162,38 @@ class ClusterSection(Section):
     """Workers and where they run."""
 
     address: str | None = Field(None, description="a running cluster; RAY_ADDRESS, else a new local one")
-    num_workers: Annotated[int, Field(ge=1)] = Field(1, description="data-parallel workers")
+    num_workers: Workers | list[Workers] = Field(
+        1, description="data-parallel workers, or [min, max]: as many as there is room for"
+    )
+    wait: bool = Field(False, description="wait for a cluster that has too little to grow, else refuse")
     use_gpu: Literal["auto"] | bool = Field("auto", description="one GPU per worker where there are enough")
     resources_per_worker: dict[str, Annotated[float, Field(gt=0)]] | None = Field(
         None, description="Ray resources; 1 CPU, less if few"
     )
-    max_failures: int = Field(
-        0, ge=-1, description="restarts of the worker group before giving up; -1: no limit"
+    max_failures: Literal["auto"] | Annotated[int, Field(ge=-1)] = Field(
+        "auto",
+        description="restarts of the workers before giving up, -1: no limit; auto: 3 for lost workers, 0 for "
+        "errors of the code",
     )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ClusterSection:
+        workers = self.num_workers
+        if isinstance(workers, list) and (len(workers) != 2 or workers[0] > workers[1]):
+            raise ConfigError(f"num_workers is {workers}; allowed: a number, or [min, max] with min <= max")
+        return self
+
+    @property
+    def worker_range(self) -> tuple[int, int]:
+        """Fewest and most workers."""
+        workers = self.num_workers
+        return (workers[0], workers[1]) if isinstance(workers, list) else (workers, workers)
+
+    @property
+    def workers_text(self) -> str:
+        """``2``, or ``1 to 4``."""
+        fewest, most = self.worker_range
+        return f"{fewest}" if fewest == most else f"{fewest} to {most}"
 
 
 class EvaluateSection(Section):
@@ -187,22 +215,18 @@ def default_guards() -> list[dict[str, Any]]:
     return [{"name": "warmup_hold", "epochs": 2}, {"name": "cooldown", "decisions": 1}]
 
 
-class Config(Section):
-    """A whole run."""
+class Batching(Section):
+    """How the batch size is decided and the step taken: what both ways in have in common."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][\w.-]*$", description="name of the run and its directory")
-    task: str = Field(description="import path of the task: pkg.module, or pkg.module:object")
-    task_args: dict[str, Any] = Field(default_factory=dict, description="what the task makes of it")
     seed: int = Field(0, ge=0, description="seed of weights, row order and random numbers")
-    epochs: int = Field(ge=1, description="passes over the training rows")
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
-        "fp32", description="arithmetic of the forward"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
+        "fp32", description="arithmetic of the forward; auto: bf16 on a GPU that has it, else fp32"
+    )
+    clip_grad_norm: float | None = Field(None, gt=0, description="largest gradient norm, measured before")
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="a step whose loss or gradient is not finite ends the run, or is left out"
     )
     metric: MetricSection = Field(default_factory=MetricSection)
-    optimizer: OptimizerSection
-    scheduler: SchedulerSection = Field(default_factory=SchedulerSection)
-    clip_grad_norm: float | None = Field(None, gt=0, description="largest gradient norm, measured before")
-    data: DataSection = Field(default_factory=DataSection)
     batch: BatchSection = Field(default_factory=BatchSection)
     policy: dict[str, Any] = Field(
         default_factory=lambda: {"name": DEFAULT_POLICY},
@@ -211,10 +235,6 @@ class Config(Section):
     guards: list[dict[str, Any]] = Field(default_factory=default_guards, description="guards, in order")
     lr: LRSection = Field(default_factory=LRSection)
     memory: MemorySection = Field(default_factory=MemorySection)
-    cluster: ClusterSection = Field(default_factory=ClusterSection)
-    evaluate: EvaluateSection = Field(default_factory=EvaluateSection)
-    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
-    out: str = Field("runs", min_length=1, description="folder or URI for run directories")
 
     @field_validator("policy")
     @classmethod
@@ -227,7 +247,7 @@ class Config(Section):
         return [with_defaults(GUARDS, guard) for guard in guards]
 
     @model_validator(mode="after")
-    def _buildable(self) -> Config:
+    def _buildable(self) -> Batching:
         self.make_manager()
         return self
 
@@ -254,3 +274,27 @@ class Config(Section):
             max_micro_batch_size=self.memory.max_micro_batch_size,
             world_size=world_size,
         )
+
+
+class LoopSettings(Batching):
+    """What an existing train loop adopts: the ``dynbs`` argument of our trainer."""
+
+    shuffle: Shuffle = Field("window", description="order of the rows in a pass")
+    columns: list[str] | None = Field(None, description="columns of the training data to read; all")
+    timeout_s: Timeout = Field(300.0, description="longest wait for the first rows")
+
+
+class Config(Batching):
+    """A whole run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][\w.-]*$", description="name of the run and its directory")
+    task: str = Field(description="import path of the task: pkg.module, or pkg.module:object")
+    task_args: dict[str, Any] = Field(default_factory=dict, description="what the task makes of it")
+    epochs: int = Field(ge=1, description="passes over the training rows")
+    optimizer: OptimizerSection
+    scheduler: SchedulerSection = Field(default_factory=SchedulerSection)
+    data: DataSection = Field(default_factory=DataSection)
+    cluster: ClusterSection = Field(default_factory=ClusterSection)
+    evaluate: EvaluateSection = Field(default_factory=EvaluateSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    out: str = Field("runs", min_length=1, description="folder or URI for run directories")

@@ -126,6 +126,11 @@ class RunDirectory:
         filesystem.delete_file(f"{path}/.writable")
         return True
 
+    def make(self) -> None:
+        """Make the directory where it does not exist yet."""
+        filesystem, path = self._resolve()
+        filesystem.create_dir(path, recursive=True)
+
     def _is_named(self, name: str) -> bool:
         """Whether its configuration bears this name: ``digits-2`` may also be a name of its own."""
         return f"\nname: {name}\n" in f"\n{self.read_text(CONFIG)}"

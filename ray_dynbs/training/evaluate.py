@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
 from ray_dynbs.training.columns import TensorBatch
 from ray_dynbs.training.precision import MixedPrecision
-from ray_dynbs.training.step import LossFn
+from ray_dynbs.training.step import LossFn, sum_and_weight
 from ray_dynbs.training.world import World
 
 Sums = Mapping[str, "torch.Tensor | float | tuple[torch.Tensor | float, torch.Tensor | float]"]
@@ -29,9 +30,6 @@ def evaluate(
 
     Returns:
         ``loss`` and every metric; NaN where there was no weight at all.
-
-    Raises:
-        ValueError: a metric is named ``loss``.
     """
     sums: dict[str, torch.Tensor] = {}
     was_training = model.training
@@ -39,25 +37,32 @@ def evaluate(
     try:
         with torch.no_grad(), precision.autocast():
             for batch in batches:
-                rows = len(next(iter(batch.values())))
-                _add(sums, "loss", loss_fn(batch), world.device)
-                for name, value in (metrics_fn(batch) if metrics_fn else {}).items():
-                    if name == "loss":
-                        raise ValueError("metrics returned 'loss', which is the loss's own name; use another")
-                    _add(sums, name, value if isinstance(value, tuple) else (value, rows), world.device)
+                for name, pair in batch_sums(batch, loss_fn, metrics_fn, world.device).items():
+                    sums[name] = sums[name] + pair if name in sums else pair
     finally:
         model.train(was_training)
     return _means(sums, world)
 
 
-def _add(
-    sums: dict[str, torch.Tensor],
-    name: str,
-    value: tuple[torch.Tensor | float, torch.Tensor | float],
-    device: torch.device,
-) -> None:
-    pair = torch.stack([torch.as_tensor(v, device=device).double() for v in value])
-    sums[name] = sums[name] + pair if name in sums else pair
+def batch_sums(
+    batch: TensorBatch, loss_fn: LossFn, metrics_fn: MetricsFn | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Loss and metrics of one batch, each as float64 [sum, weight].
+
+    Raises:
+        ValueError: a metric is named ``loss``.
+        ConfigError: the loss is no pair of sum and weight.
+    """
+    rows = len(next(iter(batch.values())))
+    found: dict[str, Any] = {"loss": sum_and_weight(loss_fn(batch))}
+    for name, value in (metrics_fn(batch) if metrics_fn else {}).items():
+        if name == "loss":
+            raise ValueError("metrics returned 'loss', which is the loss's own name; use another")
+        found[name] = value if isinstance(value, tuple) else (value, rows)
+    return {
+        name: torch.stack([torch.as_tensor(number, device=device).double() for number in pair])
+        for name, pair in found.items()
+    }
 
 
 def _means(sums: dict[str, torch.Tensor], world: World) -> dict[str, float]:

@@ -6,30 +6,64 @@ its share of those. Nothing is fixed ahead, so a new plan holds from the very ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ray_dynbs.core.order import Shuffle, epoch_order
 from ray_dynbs.core.plan import BatchPlan, rank_share
-from ray_dynbs.training.columns import ColumnStore, TensorBatch
+
+Rows = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """One step as the feed hands it out.
+class RowStore(Protocol):
+    """Rows by number: a :class:`~ray_dynbs.training.columns.ColumnStore`, or a torch data set."""
 
-    Attributes:
+    @property
+    def num_rows(self) -> int:
+        """Rows there are."""
+
+    def gather(self, rows: Rows) -> Any:
+        """The rows with these numbers, in this order, as one batch with memory of its own."""
+
+
+class StepBatch:
+    """This rank's part of one global batch, not yet gathered.
+
+    Args:
         rows: Rows of the step over all ranks, at least 1.
-        first_row: Rows of the epoch used before it.
-        plan: The plan it was cut with.
+        first_row: Rows of the pass used before it.
+        plan: The plan it is cut by.
+        mine: Numbers of this rank's rows, one array per micro-batch; none where there are fewer rows than
+            ranks.
+        gather: Makes a batch on this rank's device out of row numbers.
     """
 
-    rows: int
-    first_row: int
-    plan: BatchPlan
+    def __init__(
+        self, rows: int, first_row: int, plan: BatchPlan, *, mine: list[Rows], gather: Callable[[Rows], Any]
+    ) -> None:
+        self.rows, self.first_row, self.plan = rows, first_row, plan
+        self.drawn = 0
+        self._mine, self._gather = mine, gather
+
+    def micro_batches(self) -> Iterator[Any]:
+        """Gather one micro-batch after the other; may be asked again, for a retry, for the same rows."""
+        self.drawn = 0
+        for rows in self._mine:
+            batch = self._gather(rows)
+            self.drawn += len(rows)
+            yield batch
+
+    def probe(self, most: int) -> tuple[Any, Any, Any] | None:
+        """Up to ``most`` of its rows as one batch, and again in two halves; ``None`` below two rows."""
+        rows = np.concatenate(self._mine)[:most] if self._mine else np.empty(0, np.int64)
+        if len(rows) < 2:
+            return None
+        half = len(rows) // 2
+        return self._gather(rows), self._gather(rows[:half]), self._gather(rows[half:])
 
 
 class IndexedFeed:
@@ -46,7 +80,7 @@ class IndexedFeed:
 
     def __init__(
         self,
-        store: ColumnStore,
+        store: RowStore,
         *,
         rank: int,
         plan: BatchPlan,
@@ -67,12 +101,11 @@ class IndexedFeed:
         """Cut every later step by this plan; takes no time and restarts nothing."""
         self._plan = plan
 
-    def epoch(self, epoch: int, first_row: int = 0) -> Iterator[tuple[StepPlan, Iterator[TensorBatch]]]:
+    def epoch(self, epoch: int, first_row: int = 0) -> Iterator[StepBatch]:
         """The steps of one pass, from its ``first_row``-th row on.
 
         Yields:
-            The step, and this rank's micro-batches of it (none where the step has fewer rows than
-            ranks). ``rows_drawn`` counts the rows really gathered.
+            This rank's part of each step. ``rows_drawn`` counts the rows really gathered.
         """
         order = epoch_order(self.num_rows, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         position = first_row
@@ -80,27 +113,34 @@ class IndexedFeed:
             plan = self._plan
             rows = plan.step_rows(self.num_rows - position)
             indices = order[position : position + rows]
-            yield StepPlan(rows, position, plan), self._micro_batches(indices, plan)
+            mine = [indices[piece.start : piece.stop] for piece in plan.micro_batches(rows, self._rank)]
+            batch = StepBatch(rows, position, plan, mine=mine, gather=self._gather)
+            try:
+                yield batch
+            finally:  # also where the pass is left early
+                self.rows_drawn += batch.drawn
             position += rows
 
-    def _micro_batches(self, indices: np.ndarray, plan: BatchPlan) -> Iterator[TensorBatch]:
-        for piece in plan.micro_batches(len(indices), self._rank):
-            batch = self._store.gather(indices[piece.start : piece.stop])
-            self.rows_drawn += len(piece)
-            yield _to_device(batch, self._device)
+    def _gather(self, rows: Rows) -> Any:
+        return to_device(self._store.gather(rows), self._device)
 
 
 def sequential_batches(
-    store: ColumnStore, *, rank: int, world_size: int, batch_size: int, device: torch.device
-) -> Iterator[TensorBatch]:
+    store: RowStore, *, rank: int, world_size: int, batch_size: int, device: torch.device
+) -> Iterator[Any]:
     """This rank's share of every row once, in stored order: for evaluation."""
     share = rank_share(store.num_rows, rank, world_size)
     for start in range(share.start, share.stop, batch_size):
         rows = np.arange(start, min(start + batch_size, share.stop), dtype=np.int64)
-        yield _to_device(store.gather(rows), device)
+        yield to_device(store.gather(rows), device)
 
 
-def _to_device(batch: TensorBatch, device: torch.device) -> TensorBatch:
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Every tensor of a batch, in whatever lists, tuples and dictionaries, on a device."""
     if device.type == "cpu":
         return batch
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch.to(device, non_blocking=True) if hasattr(batch, "to") else batch

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.lr import warmed_scale
 from ray_dynbs.training.checkpoint import seed_everything
-from ray_dynbs.training.feed import IndexedFeed, StepPlan
+from ray_dynbs.training.feed import IndexedFeed, StepBatch
 from ray_dynbs.training.lr import Schedule, base_lr
 from ray_dynbs.training.memory import memory_fraction
 from ray_dynbs.training.stats import StepStats, Totals
-from ray_dynbs.training.step import LossFn, OptimizerStep
+from ray_dynbs.training.step import LossFn, OptimizerStep, StepResult
+from ray_dynbs.training.sums import PROBE_ROWS, check_loss_is_sum
 from ray_dynbs.training.world import World
+
+LOOK_EVERY_S = 5.0
+"""How long a run may go on after a step that was not finite, where looking would make the device wait."""
 
 
 @dataclass
@@ -27,13 +32,19 @@ class Progress:
         epoch: The pass being trained, or to be trained next, from 0.
         step: Optimizer steps so far, skipped ones included.
         samples_seen: Rows used so far.
-        skipped_steps: Those of the steps that the fp16 scaler skipped.
+        skipped_steps: Those of the steps that were left out because they were not finite.
+        rows_in_epoch: Rows of the pass used so far: its position in the data.
+        steps_in_epoch: Steps of the pass so far.
+        time_in_epoch_s: Time spent on the pass so far.
     """
 
     epoch: int = 0
     step: int = 0
     samples_seen: int = 0
     skipped_steps: int = 0
+    rows_in_epoch: int = 0
+    steps_in_epoch: int = 0
+    time_in_epoch_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able."""
@@ -66,17 +77,27 @@ class EpochReport:
     memory_fraction: float
     epoch_time_s: float
 
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> EpochReport:
+        """The inverse of :meth:`to_json`."""
+        return cls(**{**data, "totals": Totals(**data["totals"])})
+
 
 class TrainingLoop:
-    """Trains epoch by epoch under the decision last applied.
+    """Trains pass by pass under the decision last applied.
+
+    ``batches()`` hands out the steps of a pass, ``step()`` takes each, ``finish_epoch()`` closes the pass;
+    ``train_epoch()`` is all three.
 
     Args:
-        model: The plain model, on the world's device.
-        optimizer: Its optimizer.
-        step: The optimizer step over both.
-        schedule: The LR schedule.
+        model: The plain model, on the world's device. Every rank takes rank 0's weights.
+        step: The optimizer step over it.
+        schedules: The LR schedules.
         feed: This rank's rows.
-        loss_fn: Loss sum and weight of a micro-batch.
         world: The ranks.
         seed: Seed of each epoch's random numbers.
         warmup_epochs: Warm-up of the LR scale, passes.
@@ -87,22 +108,24 @@ class TrainingLoop:
         self,
         *,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
         step: OptimizerStep,
-        schedule: Schedule,
+        schedules: Sequence[Schedule],
         feed: IndexedFeed,
-        loss_fn: LossFn,
         world: World,
         seed: int = 0,
         warmup_epochs: float = 0.0,
         progress: Progress | None = None,
     ) -> None:
-        self._model, self._optimizer, self._step = model, optimizer, step
-        self._schedule, self._feed, self._loss_fn, self._world = schedule, feed, loss_fn, world
+        self._model, self._step, self._schedules = model, step, tuple(schedules)
+        self._feed, self._world = feed, world
         self._seed, self._warmup_epochs = seed, warmup_epochs
         self._stats = StepStats(world.device)
         self._lr_scale, self._plan_version = 1.0, 0
-        self._last_lr = self._last_scale = float("nan")
+        self._last_lr, self._last_scale = base_lr(step.optimizers[0]), 1.0
+        self._current: StepBatch | None = None
+        self._drawn_before = self._drawn_before_restart = 0
+        self._started = self._looked = time.perf_counter()
+        self._probed = False
         self.progress = progress or Progress()
         for tensor in [*model.parameters(), *model.buffers()]:
             world.broadcast_(tensor.data)
@@ -112,33 +135,86 @@ class TrainingLoop:
         self._feed.set_plan(decision.plan)
         self._lr_scale, self._plan_version = decision.lr_scale, decision.version
 
-    def train_epoch(self) -> EpochReport:
+    def train_epoch(self, loss_fn: LossFn) -> EpochReport:
         """Train one pass, all rows once.
+
+        Args:
+            loss_fn: Loss sum and weight of a micro-batch.
+
+        Raises:
+            RuntimeError: the rows drawn are not the rows there are, which is a fault of this library.
+        """
+        self._model.train()
+        for batch in self.batches():
+            self.step(batch, loss_fn)
+        report = self.finish_epoch()
+        if report.rows != self._feed.num_rows:
+            raise RuntimeError(f"epoch {report.epoch} drew {report.rows} rows of {self._feed.num_rows}")
+        return report
+
+    def batches(self) -> Iterator[StepBatch]:
+        """The steps of the pass, or of what is left of it; each is to be given to :meth:`step`.
+
+        Yields:
+            This rank's part of each step; on every rank equally many.
+
+        Raises:
+            RuntimeError: a batch was not given to ``step``, so that its rows were not used.
+        """
+        progress = self.progress
+        self._started, self._drawn_before = time.perf_counter(), self._feed.rows_drawn
+        seed_everything(self._seed, progress.epoch, self._world.rank)
+        for batch in self._feed.epoch(progress.epoch, progress.rows_in_epoch):
+            self._current = batch
+            yield batch
+            if self._current is not None:
+                raise RuntimeError("a batch was not trained on; allowed: step() exactly once for every batch")
+
+    def step(self, batch: StepBatch, loss_fn: LossFn) -> StepResult:
+        """Take the optimizer step for a batch just handed out.
+
+        Raises:
+            RuntimeError: it is not that batch, or the step was taken already.
+            ConfigError: the loss is no sum with its weight (looked at before the very first step).
+            FloatingPointError: an earlier step was not finite, so that the weights are spoilt.
+        """
+        if batch is not self._current:
+            raise RuntimeError("allowed: step() once, for the batch that was handed out last")
+        self._probe(batch, loss_fn)
+        progress = self.progress
+        seen = progress.epoch + batch.first_row / self._feed.num_rows
+        scale = warmed_scale(self._lr_scale, seen, self._warmup_epochs)
+        self._last_lr, self._last_scale = base_lr(self._step.optimizers[0]) * scale, scale
+        result = self._step.run(batch.micro_batches(), loss_fn, rows=batch.rows, lr_scale=scale)
+        self._current = None
+        progress.step += 1
+        progress.samples_seen += batch.rows
+        progress.skipped_steps += not result.applied
+        progress.steps_in_epoch += 1
+        progress.rows_in_epoch += batch.rows
+        self._stats.add(progress.step, result.grad_norm, result.loss_sum, result.weight)
+        for schedule in self._schedules:
+            schedule.after_step(progress.epoch, progress.rows_in_epoch, applied=result.applied)
+        self._look_for_spoilt_weights()
+        return result
+
+    def finish_epoch(self) -> EpochReport:
+        """Close the pass, whether all its rows were used or not: every rank at the same step.
 
         Raises:
             FloatingPointError: loss or gradient was not finite, so that the weights are spoilt; names the
-                step. Under fp16 only where no step of the pass was finite.
-            RuntimeError: the rows drawn are not the rows there are, which is a fault of this library.
+                step. Where such steps are left out only if no step of the pass was finite.
         """
-        started = time.perf_counter()
-        epoch, first_step = self.progress.epoch, self.progress.step
-        seed_everything(self._seed, epoch, self._world.rank)
-        self._model.train()
-        drawn_before = self._feed.rows_drawn
-        for step_plan, micro_batches in self._feed.epoch(epoch):
-            self._train_step(epoch, step_plan, micro_batches)
+        progress, self._current = self.progress, None
         totals = self._stats.take()  # waits for the device, so the time below is the real one
-        self._refuse_spoilt_weights(epoch, totals)
-        rows, slowest, fullest = self._reduce(
-            self._feed.rows_drawn - drawn_before, time.perf_counter() - started
-        )
-        if rows != self._feed.num_rows:
-            raise RuntimeError(f"epoch {epoch} drew {rows} rows of {self._feed.num_rows}")
-        self.progress.epoch += 1
-        return EpochReport(
-            epoch=epoch,
+        self._refuse_spoilt_weights(totals)
+        drawn = self._feed.rows_drawn - self._drawn_before + self._drawn_before_restart
+        seconds = time.perf_counter() - self._started + progress.time_in_epoch_s
+        rows, slowest, fullest = self._reduce(drawn, seconds)
+        report = EpochReport(
+            epoch=progress.epoch,
             plan_version=self._plan_version,
-            steps=self.progress.step - first_step,
+            steps=progress.steps_in_epoch,
             rows=rows,
             totals=totals,
             lr=self._last_lr,
@@ -146,27 +222,61 @@ class TrainingLoop:
             memory_fraction=fullest,
             epoch_time_s=slowest,
         )
+        progress.epoch += 1
+        progress.rows_in_epoch = progress.steps_in_epoch = self._drawn_before_restart = 0
+        progress.time_in_epoch_s = 0.0
+        return report
 
-    def _refuse_spoilt_weights(self, epoch: int, totals: Totals) -> None:
-        if totals.first_bad_step is None or (self._step.skips_overflow and totals.num_finite_steps):
+    def state_dict(self) -> dict[str, Any]:
+        """Position and measurements, JSON-able, between any two steps."""
+        progress = self.progress.to_json()
+        if self.progress.rows_in_epoch:
+            progress["time_in_epoch_s"] += time.perf_counter() - self._started
+        return {
+            "progress": progress,
+            "stats": self._stats.state_dict(),
+            "last_lr": self._last_lr,
+            "last_scale": self._last_scale,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken."""
+        self.progress = Progress(**state["progress"])
+        self._stats.load_state_dict(state["stats"])
+        self._last_lr, self._last_scale = state["last_lr"], state["last_scale"]
+        # By all ranks: counted once.
+        self._drawn_before_restart = self.progress.rows_in_epoch if self._world.rank == 0 else 0
+
+    def _probe(self, batch: StepBatch, loss_fn: LossFn) -> None:
+        """Once per process, on rank 0: is the loss a sum?"""
+        if self._probed or self._world.rank != 0:
             return
-        raise FloatingPointError(
-            f"loss or gradient was not finite in step {totals.first_bad_step} (epoch {epoch}); "
-            "start again with a smaller optimizer.lr, or resume with clip_grad_norm or a lower lr.max_scale"
-        )
+        self._probed = True
+        rows = batch.probe(min(PROBE_ROWS, batch.plan.micro_batch_size))
+        if rows is not None:
+            check_loss_is_sum(loss_fn, rows, self._model)
 
-    def _train_step(self, epoch: int, step_plan: StepPlan, micro_batches: Any) -> None:
-        seen = epoch + step_plan.first_row / self._feed.num_rows
-        scale = warmed_scale(self._lr_scale, seen, self._warmup_epochs)
-        self._last_lr, self._last_scale = base_lr(self._optimizer) * scale, scale
-        result = self._step.run(micro_batches, self._loss_fn, rows=step_plan.rows, lr_scale=scale)
-        progress = self.progress
-        progress.step += 1
-        progress.samples_seen += step_plan.rows
-        progress.skipped_steps += not result.applied
-        self._stats.add(progress.step, result.grad_norm, result.loss_sum, result.weight)
-        rows_in_epoch = step_plan.first_row + step_plan.rows
-        self._schedule.after_step(epoch, rows_in_epoch, applied=result.applied)
+    def _look_for_spoilt_weights(self) -> None:
+        """Every step where that is free, else now and then, so that no hours are lost.
+
+        Raises:
+            FloatingPointError: a step was not finite.
+        """
+        if self._step.skips_nonfinite:
+            return
+        if self._world.device.type != "cpu":
+            # The decision to wait for the device is each rank's own; what it then finds is the same.
+            if time.perf_counter() - self._looked < LOOK_EVERY_S:
+                return
+            self._looked = time.perf_counter()
+        bad = self._stats.first_bad_step()
+        if bad is not None:
+            _stop(bad, self.progress.epoch)
+
+    def _refuse_spoilt_weights(self, totals: Totals) -> None:
+        if totals.first_bad_step is None or (self._step.skips_nonfinite and totals.num_finite_steps):
+            return
+        _stop(totals.first_bad_step, self.progress.epoch)
 
     def _reduce(self, rows: int, seconds: float) -> tuple[int, float, float]:
         """Rows over all ranks, slowest time, fullest memory; running buffers become rank 0's."""
@@ -177,3 +287,10 @@ class TrainingLoop:
         for buffer in self._model.buffers():
             self._world.broadcast_(buffer.data)
         return int(total.item()), slowest, fullest
+
+
+def _stop(step: int, epoch: int) -> NoReturn:
+    raise FloatingPointError(
+        f"loss or gradient was not finite in step {step} (epoch {epoch}); start again with a smaller "
+        "optimizer.lr, or resume with clip_grad_norm, a lower lr.max_scale or on_nonfinite: skip"
+    )

@@ -142,14 +142,15 @@ class Schedule:
             "scheduler": inner,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], epoch: int) -> None:
-        """Go on at the beginning of a pass, from the count reached and towards the end planned then.
+    def load_state_dict(self, state: Mapping[str, Any], epoch: int, rows_in_epoch: int = 0) -> None:
+        """Go on at a place of a pass, from the count reached and towards the end planned then.
 
         Where rows or reference batch have changed since, the count goes on from where it was.
         """
         self._count, self._skipped = state["count"], state["skipped"]
         self.planned_steps = state["planned_steps"]
         if not self._per_epoch:
-            self._offset = self._count + self._skipped - self._progress.count(epoch, 0)
+            due = self._progress.count(epoch, rows_in_epoch)
+            self._offset = self._count + self._skipped - due
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])

@@ -9,7 +9,7 @@ import torch
 
 from ray_dynbs.core.errors import ConfigError
 
-Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "fp64"]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -17,7 +17,8 @@ class MixedPrecision:
     """What a precision means for the forward pass and for the optimizer.
 
     Weights are float32 (float64 under ``fp64``, which is meant for verification); ``bf16`` and
-    ``fp16`` run the forward under autocast, ``fp16`` with loss scaling.
+    ``fp16`` run the forward under autocast, ``fp16`` with loss scaling. ``auto`` is ``bf16`` on a CUDA device
+    that computes in it, and ``fp32`` elsewhere.
 
     Raises:
         ConfigError: an unknown precision.
@@ -26,6 +27,8 @@ class MixedPrecision:
     def __init__(self, precision: Precision, device: torch.device) -> None:
         if precision not in get_args(Precision):
             raise ConfigError(f"precision is {precision!r}; allowed: {', '.join(get_args(Precision))}")
+        if precision == "auto":
+            precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
         self._device_type = device.type
         self._autocast_dtype = _AUTOCAST.get(precision)
         self.weight_dtype = torch.float64 if precision == "fp64" else torch.float32

@@ -66,6 +66,21 @@ class StepStats:
         self._first_bad = torch.minimum(self._first_bad, bad_step.double())
         self._num_steps += 1
 
+    def state_dict(self) -> list[float]:
+        """The sums so far, for a checkpoint in mid-pass. Synchronises with the device."""
+        return [*torch.cat([self._sums, self._first_bad[None]]).tolist(), float(self._num_steps)]
+
+    def load_state_dict(self, state: list[float]) -> None:
+        """Go on with the sums of :meth:`state_dict`."""
+        self._sums.copy_(torch.tensor(state[:4], dtype=torch.float64))
+        self._first_bad.fill_(state[4])
+        self._num_steps = int(state[5])
+
+    def first_bad_step(self) -> int | None:
+        """Run-wide number of the first step that was not finite. Synchronises with the device."""
+        bad = self._first_bad.item()
+        return None if bad == float("inf") else int(bad)
+
     def take(self) -> Totals:
         """The totals since the last take, and start anew. Synchronises with the device once."""
         finite_steps, norm_sum, loss_sum, weight_sum, bad = torch.cat(

@@ -8,9 +8,11 @@ A rank without rows takes part with zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import numbers
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,8 +23,12 @@ from ray_dynbs.training.precision import MixedPrecision
 from ray_dynbs.training.world import World
 
 Batch = Any
-LossFn = Callable[[Batch], tuple[torch.Tensor, torch.Tensor | float]]
-"""Micro-batch -> (sum of losses, weight): the weight is what the plain mean would divide by."""
+LossFn = Callable[[Batch], tuple[Any, ...]]
+"""Micro-batch -> (sum of losses, weight): the weight is what the plain mean would divide by.
+
+A third value, where there is one, is handed back in the step's result (scores for a running metric, say).
+"""
+OnNonfinite = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True)
@@ -33,13 +39,21 @@ class StepResult:
         loss_sum: Sum of losses over the whole step, scalar.
         weight: Sum of weights over the whole step, scalar.
         grad_norm: L2 norm of the step's mean gradient before clipping, scalar.
-        applied: Whether the optimizer stepped; ``False`` where the fp16 scaler skipped it.
+        applied: Whether the optimizer stepped; ``False`` where the step was not finite and left out.
+        outputs: What the loss function returned beside sum and weight, one for each micro-batch of this
+            rank.
     """
 
     loss_sum: torch.Tensor
     weight: torch.Tensor
     grad_norm: torch.Tensor
     applied: bool
+    outputs: tuple[Any, ...] = ()
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """Mean loss of the whole step over all ranks, scalar on the device."""
+        return self.loss_sum / self.weight
 
 
 class OptimizerStep:
@@ -47,10 +61,12 @@ class OptimizerStep:
 
     Args:
         model: The plain model (not wrapped for data parallelism), already on ``world.device``.
-        optimizer: Its optimizer.
+        optimizers: Its optimizer, or several that step together.
         world: The ranks taking part.
         precision: Autocast and loss scaling.
         clip_grad_norm: Largest gradient norm given to the optimizer, or ``None``.
+        on_nonfinite: ``skip`` leaves out a step whose loss or gradient is not finite, for which every step
+            waits for the device; ``stop`` takes it, and leaves it to the caller to notice.
 
     Raises:
         ConfigError: the model holds a layer whose forward is a collective, or gradients that do not
@@ -60,28 +76,32 @@ class OptimizerStep:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         world: World,
         precision: MixedPrecision,
         *,
         clip_grad_norm: float | None = None,
+        on_nonfinite: OnNonfinite = "stop",
     ) -> None:
         refuse_collective_layers(model)
-        self._optimizer = optimizer
+        one = isinstance(optimizers, torch.optim.Optimizer)
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (optimizers,) if one else tuple(optimizers)  # type: ignore[arg-type,assignment]
+        self._skips = on_nonfinite == "skip"
         self._world = world
         self._precision = precision
         self._clip_grad_norm = clip_grad_norm
         self.gradients = FlatGradients(model.parameters())
         known = {id(p) for p in model.parameters()}
-        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        if any(id(p) not in known for group in groups for p in group["params"]):
             raise ConfigError(
                 "the optimizer has parameters that the model has not; allowed: the model's only"
             )
 
     @property
-    def skips_overflow(self) -> bool:
-        """Whether a step that is not finite leaves the weights alone (fp16's scaler sees to that)."""
-        return self._precision.scaler.is_enabled()
+    def skips_nonfinite(self) -> bool:
+        """Whether a step that is not finite leaves the weights alone (fp16's scaler sees to that too)."""
+        return self._skips or self._precision.scaler.is_enabled()
 
     def run(
         self, micro_batches: Iterable[Batch], loss_fn: LossFn, *, rows: int, lr_scale: float
@@ -95,19 +115,23 @@ class OptimizerStep:
             lr_scale: Multiplier on the LR for this step only.
         """
         self.gradients.zero()
+        outputs: list[Any] = []
         for micro_batch in micro_batches:
             with self._precision.autocast():
-                loss_sum, weight = _sum_and_weight(loss_fn(micro_batch))
+                result = loss_fn(micro_batch)
+            loss_sum, weight = sum_and_weight(result)
+            outputs += result[2:]
             self._precision.scaler.scale(loss_sum / rows).backward()
             self.gradients.add_loss(loss_sum, weight)
         loss_sum, weight = self.gradients.reduce(self._world)
         norm = self._finish_gradients(rows, weight)
-        applied = self._apply(lr_scale)
-        return StepResult(loss_sum, weight, norm, applied)
+        applied = self._apply(lr_scale, norm + loss_sum)
+        return StepResult(loss_sum, weight, norm, applied, tuple(outputs))
 
     def _finish_gradients(self, rows: int, weight: torch.Tensor) -> torch.Tensor:
         """From sums over ``rows`` to the mean over the weight, unscaled; returns its norm."""
-        self._precision.scaler.unscale_(self._optimizer)
+        for optimizer in self.optimizers:
+            self._precision.scaler.unscale_(optimizer)
         # No weight, no gradient; a negative one is nonsense and shows as NaN instead of training on.
         factor = torch.where(weight == 0, 0.0, rows / weight)
         self.gradients.scale(torch.where(weight < 0, torch.nan, factor))
@@ -116,28 +140,41 @@ class OptimizerStep:
             self.gradients.clip(norm, self._clip_grad_norm)
         return norm
 
-    def _apply(self, lr_scale: float) -> bool:
+    def _apply(self, lr_scale: float, finite_if_sound: torch.Tensor) -> bool:
+        """Step the optimizers, unless the step is left out; all ranks hold the same numbers and agree."""
         scaler = self._precision.scaler
+        if self._skips and not scaler.is_enabled() and not bool(torch.isfinite(finite_if_sound)):
+            return False
         before = scaler.get_scale() if scaler.is_enabled() else 1.0
-        with scaled_lr(self._optimizer, lr_scale):
-            scaler.step(self._optimizer)
+        with contextlib.ExitStack() as scaled:
+            for optimizer in self.optimizers:
+                scaled.enter_context(scaled_lr(optimizer, lr_scale))
+            for optimizer in self.optimizers:
+                scaler.step(optimizer)
         scaler.update()
         return not scaler.is_enabled() or scaler.get_scale() >= before > 0
 
 
-def _sum_and_weight(result: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """The two numbers of a loss function, or a message that says what they should be."""
+def sum_and_weight(result: Any) -> tuple[torch.Tensor, Any]:
+    """The two numbers of a loss function, or a message that says what they should be.
+
+    Raises:
+        ConfigError: something else was returned.
+    """
     wanted = "allowed: (sum of the losses, weight), each one number"
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(f"loss returned {type(result).__name__}; {wanted}")
-    loss_sum, weight = result
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        shape = f" of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else ""
+        raise ConfigError(f"loss returned {type(result).__name__}{shape}; {wanted}")
+    loss_sum, weight = result[:2]
     for value in (loss_sum, weight):
         if isinstance(value, torch.Tensor) and value.numel() != 1:
-            raise TypeError(f"loss returned a tensor of shape {tuple(value.shape)}; {wanted}")
+            raise ConfigError(f"loss returned a tensor of shape {tuple(value.shape)}; {wanted}")
     if not isinstance(loss_sum, torch.Tensor):
-        raise TypeError(
+        raise ConfigError(
             f"loss returned the sum as {type(loss_sum).__name__}; allowed: a tensor of one number"
         )
+    if not isinstance(weight, torch.Tensor | numbers.Real):
+        raise ConfigError(f"loss returned the weight as {type(weight).__name__}; {wanted}")
     return loss_sum.reshape(()), weight.reshape(()) if isinstance(weight, torch.Tensor) else weight
 
 

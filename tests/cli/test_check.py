@@ -89,7 +89,7 @@ WRONG = {
     "optimizer key": ("optimizer.momentun=0.9", "optimizer (sgd): unknown argument 'momentun'"),
     "scheduler": ("scheduler.name=Cosine", "scheduler.name is 'Cosine'; allowed: none, "),
     "scheduler key": ("scheduler.name=CosineAnnealingLR", "missing 1 required positional argument: 'T_max'"),
-    "precision": ("precision=fp8", "precision is 'fp8'; allowed: 'fp32', 'bf16', 'fp16' or 'fp64'"),
+    "precision": ("precision=fp8", "precision is 'fp8'; allowed: 'auto', 'fp32', 'bf16', 'fp16' or 'fp64'"),
     "task": ("task=nope.task", "task 'nope.task' does not import: ModuleNotFoundError"),
     "task misspelt": (
         "task=my_tsk",

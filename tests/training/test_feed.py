@@ -27,8 +27,8 @@ def rows_by_step(
     for rank in range(world_size):
         feed = IndexedFeed(store, rank=rank, plan=plans[0], seed=3, device=CPU, **order)  # type: ignore[arg-type]
         steps = []
-        for index, (step, micro_batches) in enumerate(feed.epoch(epoch)):
-            pieces = list(micro_batches)
+        for index, step in enumerate(feed.epoch(epoch)):
+            pieces = list(step.micro_batches())
             assert all(len(piece["row"]) <= step.plan.micro_batch_size for piece in pieces)
             rows = [row for piece in pieces for row in piece["row"].tolist()]
             steps.append((step.rows, rows))
@@ -100,8 +100,8 @@ def test_what_a_step_contains_does_not_depend_on_workers_micro_batches_or_layout
 def test_an_epoch_goes_on_from_any_row() -> None:
     plan, store = BatchPlan.fit(8, 1), ColumnStore([table(30)])
     feed = IndexedFeed(store, rank=0, plan=plan, seed=0, shuffle="full", device=CPU)
-    whole = [batch["row"].tolist() for _, pieces in feed.epoch(1) for batch in pieces]
-    rest = [batch["row"].tolist() for _, pieces in feed.epoch(1, first_row=16) for batch in pieces]
+    whole = [batch["row"].tolist() for step in feed.epoch(1) for batch in step.micro_batches()]
+    rest = [batch["row"].tolist() for step in feed.epoch(1, first_row=16) for batch in step.micro_batches()]
     assert rest == whole[2:]
 
 

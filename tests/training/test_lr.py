@@ -16,7 +16,7 @@ from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.training.loop import TrainingLoop
 from ray_dynbs.training.lr import Schedule, base_lr, scaled_lr, scheduler_class
 from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
-from tests.support import table, training_loop
+from tests.support import squared_error, table, training_loop
 
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "CosineAnnealingLR": {"T_max": "auto"},
@@ -83,7 +83,7 @@ def test_the_step_uses_the_scaled_lr() -> None:
         )
         before = model[0].weight.detach().clone()
         loop.apply(decision(8, scale))
-        report = loop.train_epoch()
+        report = loop.train_epoch(squared_error(model))
         assert report.lr == pytest.approx(0.01 * scale)
         moved.append(model[0].weight.detach() - before)
     torch.testing.assert_close(moved[1], 3 * moved[0])
@@ -93,14 +93,14 @@ def run_with_sizes(name: str, sizes: list[int], reference: int) -> tuple[float, 
     """Base LR after three epochs of 50 rows, with the size changed at every step of the way."""
     progress = ScheduleProgress(50, reference)
     planned = 3 * progress.steps_per_epoch
-    _, loop = training_loop(
+    model, loop = training_loop(
         table(50),
         BatchPlan.fit(reference, 1),
         make_scheduler=lambda o: build_scheduler(name, o, SCHEDULERS[name], planned),
         reference=reference,
     )
     remaining = list(sizes)
-    before = loop._schedule.after_step
+    before = loop._schedules[0].after_step
 
     def change(epoch: int, rows: int, *, applied: bool) -> None:
         before(epoch, rows, applied=applied)
@@ -108,10 +108,10 @@ def run_with_sizes(name: str, sizes: list[int], reference: int) -> tuple[float, 
             size = remaining.pop(0)
             loop.apply(decision(size, size / reference))
 
-    loop._schedule.after_step = change  # type: ignore[method-assign]
+    loop._schedules[0].after_step = change  # type: ignore[method-assign]
     for _ in range(3):
-        loop.train_epoch()
-    return base_lr(loop._optimizer), loop
+        loop.train_epoch(squared_error(model))
+    return base_lr(loop._step.optimizers[0]), loop
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULERS))
@@ -125,17 +125,17 @@ def test_a_schedule_ends_at_its_planned_value_after_any_history_of_sizes(name: s
 
 def test_a_hundred_changes_leave_the_lr_where_it_began() -> None:
     rng = random.Random(1)
-    _, loop = training_loop(
+    model, loop = training_loop(
         table(400), BatchPlan.fit(4, 1), make_optimizer=lambda p: torch.optim.SGD(p, lr=1e-4)
     )
-    start = base_lr(loop._optimizer)
+    start = base_lr(loop._step.optimizers[0])
     for number in range(100):
         loop.apply(decision(rng.randint(1, 40), rng.uniform(0.01, 50), number))
         if number % 20 == 0:
-            loop.train_epoch()
+            loop.train_epoch(squared_error(model))
     loop.apply(decision(4, 1.0, 101))
-    report = loop.train_epoch()
-    assert base_lr(loop._optimizer) == start == report.lr
+    report = loop.train_epoch(squared_error(model))
+    assert base_lr(loop._step.optimizers[0]) == start == report.lr
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULERS))

@@ -21,7 +21,7 @@ from ray_dynbs.training.precision import MixedPrecision
 from ray_dynbs.training.stats import StepStats
 from ray_dynbs.training.step import OptimizerStep
 from ray_dynbs.training.world import World
-from tests.support import flat_weights, run_ranks, small_model, table, training_loop
+from tests.support import flat_weights, run_ranks, small_model, squared_error, table, training_loop
 
 CPU = torch.device("cpu")
 
@@ -132,39 +132,37 @@ def test_a_step_the_fp16_scaler_skips_changes_nothing_but_the_count() -> None:
     precision.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     loop._step._precision = precision
     calls = 0
-    original = loop._loss_fn
+    original = squared_error(model)
 
     def overflow_in_the_second_step(batch: Any) -> Any:
         nonlocal calls
-        calls += 1
+        calls += model.training
         loss_sum, weight = original(batch)
         return (loss_sum * float("inf") if calls == 2 else loss_sum), weight
 
-    loop._loss_fn = overflow_in_the_second_step
-    report = loop.train_epoch()
+    report = loop.train_epoch(overflow_in_the_second_step)
     assert (report.rows, report.steps) == (30, 3)
     assert (report.totals.num_steps, report.totals.num_finite_steps) == (3, 2)
     assert report.totals.first_bad_step == 2
     assert loop.progress.skipped_steps == 1
-    assert loop._optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.5**2)
+    assert loop._step.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05 * 0.5**2)
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
 @pytest.mark.parametrize(("precision", "bad_call"), [("fp32", 2), ("fp16", None)])
 def test_weights_that_are_spoilt_stop_the_run_and_name_the_step(precision: Any, bad_call: int | None) -> None:
-    _, loop = training_loop(table(30), BatchPlan.fit(10, 1), dtype=torch.float32)
+    model, loop = training_loop(table(30), BatchPlan.fit(10, 1), dtype=torch.float32)
     loop._step._precision = MixedPrecision(precision, CPU)
-    original, calls = loop._loss_fn, 0
+    original, calls = squared_error(model), 0
 
     def spoil(batch: Any) -> Any:
         nonlocal calls
-        calls += 1
+        calls += model.training
         loss_sum, weight = original(batch)
         return (loss_sum * float("nan") if bad_call in (calls, None) else loss_sum), weight
 
-    loop._loss_fn = spoil
     with pytest.raises(FloatingPointError, match=rf"not finite in step {bad_call or 1} \(epoch 0\)"):
-        loop.train_epoch()
+        loop.train_epoch(spoil)
 
 
 def test_statistics_leave_non_finite_steps_out() -> None:
@@ -188,7 +186,7 @@ def test_statistics_leave_non_finite_steps_out() -> None:
     ],
 )
 def test_a_loss_that_is_no_sum_and_weight_is_told_what_to_be(result: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
+    with pytest.raises(ConfigError, match=words):
         make_step(linear()).run([None], lambda _: result, rows=1, lr_scale=1.0)
 
 
@@ -266,7 +264,7 @@ def test_evaluation_sums_over_ranks_with_their_weights() -> None:
 def buffers_after_an_epoch() -> np.ndarray:
     model, loop = training_loop(table(20), BatchPlan.fit(8, World.current().size))
     model.register_buffer("seen", torch.tensor([float(World.current().rank)]))
-    loop.train_epoch()
+    loop.train_epoch(squared_error(model))
     return model.seen.numpy()  # type: ignore[union-attr,operator]
 
 
@@ -284,23 +282,29 @@ def test_a_checkpoint_continues_exactly_and_loads_no_code(tmp_path: Path, name: 
             make_optimizer=lambda p: kind(p, lr=0.01),
             make_scheduler=lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [3, 8]),
         )
-        return model, loop, TrainState(model, loop._optimizer, loop._schedule, MixedPrecision("fp64", CPU))
+        return (
+            model,
+            loop,
+            TrainState(model, loop._step.optimizers[0], loop._schedules[0], MixedPrecision("fp64", CPU)),
+        )
 
     straight_model, straight, _ = build()
     for _ in range(3):
-        straight.train_epoch()
-    _, first, state = build()
-    first.train_epoch()
+        straight.train_epoch(squared_error(straight_model))
+    first_model, first, state = build()
+    first.train_epoch(squared_error(first_model))
     state.save(tmp_path, {"progress": first.progress.to_json()})
     model, rest, state = build()
     restored = state.load(tmp_path, CPU)
     rest.progress = type(rest.progress)(**restored["progress"])
-    rest.train_epoch()
-    rest.train_epoch()
+    rest.train_epoch(squared_error(model))
+    rest.train_epoch(squared_error(model))
     np.testing.assert_array_equal(flat_weights(model), flat_weights(straight_model))
     assert torch.load(tmp_path / STATE_FILE, weights_only=True)["progress"]["progress"]["epoch"] == 1
-    other = training_loop(table(40), BatchPlan.fit(8, 1))
-    wrong = TrainState(nn.Linear(3, 3), other[1]._optimizer, other[1]._schedule, MixedPrecision("fp64", CPU))
+    _, other = training_loop(table(40), BatchPlan.fit(8, 1))
+    wrong = TrainState(
+        nn.Linear(3, 3), other._step.optimizers[0], other._schedules[0], MixedPrecision("fp64", CPU)
+    )
     with pytest.raises(ConfigError, match="does not fit"):
         wrong.load(tmp_path, CPU)
 

@@ -1,0 +1,1 @@
+"""What users call from Python: our trainer in place of Ray Train's."""

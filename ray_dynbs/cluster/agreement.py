@@ -1,0 +1,85 @@
+"""What all ranks of a group hold in common: the decision in force and the manager state behind it.
+
+Rank 0 speaks with the coordinator, once per decision; every rank receives the answer and applies it at
+the same step boundary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+
+from ray_dynbs.cluster.coordinator import DecisionRequest, EpochRecord, Reply
+from ray_dynbs.cluster.record import make_row, make_signal
+from ray_dynbs.core.decision import Decision
+from ray_dynbs.training.loop import EpochReport, Progress
+from ray_dynbs.training.world import World
+
+COORDINATOR_TIMEOUT_S = 60.0
+
+
+class Agreement:
+    """One rank's part in starting, deciding and reporting.
+
+    Args:
+        coordinator: Handle of the actor.
+        world: The ranks.
+        metric: Name of the metric that counts.
+        apply: Called on every rank with each decision agreed on.
+    """
+
+    def __init__(
+        self, coordinator: Any, world: World, *, metric: str, apply: Callable[[Decision], None]
+    ) -> None:
+        self._coordinator, self._world, self._metric, self._apply = coordinator, world, metric, apply
+        self._unsent: list[EpochRecord] = []
+        self.notes: list[str] = []
+
+    def start(self, num_rows: int, state: dict[str, Any] | None) -> None:
+        """Begin, for the first time or after a restart, from the manager state of a checkpoint.
+
+        Raises:
+            RuntimeError: the coordinator did not answer.
+        """
+        group = ray.get_runtime_context().get_worker_id()
+        reply = self._ask("start", group, self._world.size, num_rows, state)
+        if reply is None:
+            raise RuntimeError(f"the coordinator did not answer within {COORDINATOR_TIMEOUT_S:g} s")
+        self._agree(reply)
+
+    def decide(self, report: EpochReport, progress: Progress, validation: Mapping[str, float]) -> None:
+        """Rank 0 asks once; all ranks apply the answer, or all keep the plan they have.
+
+        Args:
+            report: What the pass measured.
+            progress: Where the run is after it.
+            validation: Mean loss and metrics; empty without validation rows.
+        """
+        row = make_row(report, self.decision, validation, metric=self._metric)
+        self._unsent.append(EpochRecord(row, tuple(self.notes)))
+        self.notes.clear()
+        signal = make_signal(report, progress, validation, metric=self._metric, world_size=self._world.size)
+        reply = self._ask("decide", DecisionRequest(self.state, signal, tuple(self._unsent)))
+        if reply is None:
+            self.notes.append(f"the coordinator did not answer after epoch {report.epoch}: the plan was kept")
+        else:
+            self._unsent.clear()
+            self._agree(reply)
+
+    def _agree(self, reply: Reply) -> None:
+        self.decision, self.state = reply.decision, reply.state
+        self._apply(reply.decision)
+
+    def _ask(self, method: str, *args: Any) -> Reply | None:
+        """A call that rank 0 makes and whose reply every rank receives; ``None`` without an answer."""
+        reply: Reply | None = None
+        if self._world.rank == 0:
+            call = getattr(self._coordinator, method).remote(*args)
+            # Silence is said by the caller; a late answer is overwritten by the next one's.
+            with contextlib.suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
+                reply = ray.get(call, timeout=COORDINATOR_TIMEOUT_S)
+        answer: Reply | None = self._world.broadcast_object(reply)
+        return answer

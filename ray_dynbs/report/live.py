@@ -1,0 +1,210 @@
+"""The table that grows while a run trains: in place on a terminal and in a notebook, lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+import statistics
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ray_dynbs.core.decision import Decision
+from ray_dynbs.report.cells import COLUMNS, Restarts, Row, epoch_cells, metric_title, next_size
+from ray_dynbs.report.lines import EpochLines
+
+MEDIUM, NOTEBOOK = 100, 140
+"""Characters a line: below the first a table hides columns, the second is a notebook's."""
+_NARROW_HIDES = ("micro x k", "mem", "noise")
+_SMALL_SCREEN_ROWS = 5
+
+
+class View(Protocol):
+    """What shows a run while it trains."""
+
+    def __enter__(self) -> Any:
+        """Begin."""
+
+    def __exit__(self, *exception: Any) -> None:
+        """End; what was shown stays."""
+
+    def show(self, row: Row, notes: tuple[str, ...], decision: Decision | None) -> None:
+        """An epoch has ended."""
+
+
+def make_view(metric: str, epochs: int | None, echo: Callable[[str], None]) -> View:
+    """A table where it can be redrawn, lines elsewhere.
+
+    Args:
+        metric: Name of the metric that counts.
+        epochs: Epochs in the whole run, where known.
+        echo: Prints one line.
+    """
+    console = Console()
+    if console.is_jupyter:
+        return NotebookTable(RunTable(metric, epochs))
+    if console.is_terminal and not console.is_dumb_terminal:
+        return TerminalTable(RunTable(metric, epochs), console)
+    return EpochLines(echo, metric)
+
+
+class RunTable:
+    """The epochs so far as a rich renderable, with progress and the time left.
+
+    Args:
+        metric: Name of the metric that counts.
+        epochs: Epochs in the whole run, where known.
+        clock: Seconds from any beginning.
+    """
+
+    def __init__(self, metric: str, epochs: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metric, self._epochs, self._clock = metric, epochs, clock
+        self._rows: list[tuple[dict[str, str], Text]] = []
+        self._notes: list[str] = []
+        self._restarts = Restarts()
+        self._started = self._last = clock()
+        self._durations: list[float] = []
+        self._done = 0
+
+    def add(self, row: Row, notes: tuple[str, ...], decision: Decision | None) -> None:
+        """An epoch has ended."""
+        self._notes += self._restarts.notes(row, notes)
+        if self._rows:  # the first one's time holds the start of the workers
+            self._durations.append(self._clock() - self._last)
+        self._last, self._done = self._clock(), row["epoch"] + 1
+        self._rows.append((epoch_cells(row), _coloured(row, decision)))
+
+    def render(self, width: int, height: int | None = None) -> Group:
+        """The table.
+
+        Args:
+            width: Columns of the screen: a narrow one hides what is least looked at.
+            height: Its lines: only the newest epochs that fit are shown; ``None`` for all.
+        """
+        notes = [Text(f"note: {note}", style="yellow") for note in self._notes[-3:]]
+        return Group(self._table(width, height), *notes, self._progress(width))
+
+    def _table(self, width: int, height: int | None) -> Table:
+        hidden = set() if width >= MEDIUM else set(_NARROW_HIDES)
+        if not any(cells["noise"] != "-" for cells, _ in self._rows):
+            hidden.add("noise")
+        shown = self._rows
+        if height is not None:
+            shown = self._rows[-max(height - 10, _SMALL_SCREEN_ROWS) :]
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        columns = [name for name in COLUMNS if name not in hidden]
+        for name in columns:
+            table.add_column(
+                metric_title(self._metric) if name == "metric" else name, justify="right", no_wrap=True
+            )
+        table.add_column("next", no_wrap=height is not None, overflow="ellipsis", ratio=1)
+        for cells, decided in shown:
+            table.add_row(*(cells[name] for name in columns), decided)
+        return table
+
+    def _progress(self, width: int) -> Table:
+        elapsed = self._clock() - self._started
+        line = Table.grid(padding=(0, 1))
+        if self._epochs is None:
+            line.add_row(Text(f"{self._done} epochs, {_duration(elapsed)}"))
+            return line
+        text = f"epoch {self._done} of {self._epochs}, {_duration(elapsed)}"
+        if not self._rows:
+            text += ", workers are starting" if elapsed < 60 else ", first epoch"
+        elif self._durations and self._done < self._epochs:
+            each = statistics.median(self._durations[-5:])
+            left = max(each * (self._epochs - self._done) - (self._clock() - self._last), 0)
+            text += f", about {_duration(left)} left"
+        bar = ProgressBar(total=self._epochs, completed=self._done, width=min(30, width // 3))
+        line.add_row(bar, Text(text))
+        return line
+
+
+class TerminalTable:
+    """A table redrawn in place.
+
+    Args:
+        table: What to draw.
+        console: Where.
+    """
+
+    def __init__(self, table: RunTable, console: Console) -> None:
+        self._table, self._console, self._ended = table, console, False
+        self._live = Live(
+            get_renderable=self._render, console=console, refresh_per_second=2, vertical_overflow="visible"
+        )
+
+    def __enter__(self) -> TerminalTable:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended = True
+        self._live.stop()
+
+    def show(self, row: Row, notes: tuple[str, ...], decision: Decision | None) -> None:
+        """An epoch has ended."""
+        self._table.add(row, notes, decision)
+
+    def _render(self) -> Group:
+        width, height = self._console.size
+        return self._table.render(width, None if self._ended else height)
+
+
+class NotebookTable:
+    """A table redrawn in the output of a notebook's cell.
+
+    Args:
+        table: What to draw.
+    """
+
+    def __init__(self, table: RunTable) -> None:
+        self._table, self._handle = table, None
+
+    def __enter__(self) -> NotebookTable:
+        from IPython.display import display
+
+        self._handle = display(self._html(), display_id=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return None
+
+    def show(self, row: Row, notes: tuple[str, ...], decision: Decision | None) -> None:
+        """An epoch has ended."""
+        self._table.add(row, notes, decision)
+        handle: Any = self._handle
+        handle.update(self._html())
+
+    def _html(self) -> Any:
+        from IPython.display import HTML
+
+        console = Console(record=True, width=NOTEBOOK, force_jupyter=False, file=io.StringIO())
+        console.print(self._table.render(NOTEBOOK))
+        return HTML(console.export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
+
+
+def _coloured(row: Row, decision: Decision | None) -> Text:
+    text = Text(next_size(row, decision))
+    if decision is None:
+        text.stylize("yellow")
+    elif decision.plan.global_batch_size != row["global_batch_size"]:
+        grew = decision.plan.global_batch_size > row["global_batch_size"]
+        text.stylize("bold green" if grew else "bold magenta", 0, text.plain.index(":"))
+    return text
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

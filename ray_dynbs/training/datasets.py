@@ -1,0 +1,66 @@
+"""Rows by number out of a map-style torch data set, made into batches by its own collate function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from ray_dynbs.core.errors import ConfigError
+
+_PLAIN_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
+
+
+class DatasetStore:
+    """Random access to the rows of a data set; each micro-batch is collated from its own rows.
+
+    So rows of any shape work, ragged ones included: nothing is ever split after it was collated.
+
+    Args:
+        dataset: Has ``__len__`` and ``__getitem__``.
+        collate_fn: List of rows -> batch; torch's own if left out.
+
+    Raises:
+        ConfigError: it has no length or no rows.
+    """
+
+    def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ConfigError(
+                f"data is {type(dataset).__name__}, whose rows cannot be picked by number; allowed: a torch "
+                "Dataset with __len__ and __getitem__, or a Ray data set in datasets={'train': ...}"
+            )
+        self._dataset, self._collate = dataset, collate_fn or default_collate
+        self.num_rows = len(dataset)
+        if self.num_rows < 1:
+            raise ConfigError("data has no rows; allowed: at least 1")
+
+    @classmethod
+    def of_loader(cls, loader: DataLoader[Any]) -> DatasetStore:
+        """A loader's data set and collate function; sizes and order of batches are this library's.
+
+        Raises:
+            ConfigError: it draws rows in a way of its own, which would be lost.
+        """
+        sampler = getattr(loader.sampler, "sampler", loader.sampler)
+        if not isinstance(loader.dataset, IterableDataset) and not isinstance(sampler, _PLAIN_SAMPLERS):
+            raise ConfigError(
+                f"the DataLoader draws by {type(sampler).__name__}, which would be ignored: every row is "
+                "used once per pass; allowed: random or sequential order (weight rows in the loss instead)"
+            )
+        return cls(loader.dataset, loader.collate_fn)
+
+    def gather(self, rows: npt.NDArray[np.int64]) -> Any:
+        """The rows with these numbers, collated."""
+        return self._collate([self._dataset[int(row)] for row in rows])
