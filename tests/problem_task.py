@@ -1,8 +1,8 @@
 """A task for tests: a small regression whose loss writes down which rows it received.
 
 ``task_args``: ``num_rows``; ``blocks``, rows at which the data is cut; ``log``, a folder for the rows
-received, or null; ``fail_after_rows`` and ``kill_after_rows``: rank 0 raises, or rank 1 kills itself, after
-that many rows, as long as ``log`` holds no file named ``healed``.
+received, or null; ``sleep_s`` at every micro-batch; ``fail_after_rows`` and ``kill_after_rows``: rank 0
+raises, or rank 1 kills itself, after that many rows, as long as ``log`` holds no file named ``healed``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def build_model(config: Config) -> torch.nn.Module:
 
 def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
     if model.training:
+        time.sleep(_arguments.get("sleep_s", 0.0))
         _write_down(batch["row"].tolist())
     return squared_error(model)(batch)
 

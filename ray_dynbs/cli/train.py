@@ -62,22 +62,35 @@ def _train(config: Config, run: RunDirectory | None, found: Preflight) -> int:
     old_config, old_epochs = run.read_text(CONFIG), len(run.read_epochs())
     run.write_text(CONFIG, dump_yaml(config))
     typer.echo(f"run {run.uri}: {data.num_rows['train']} rows, {config.cluster.workers_text} workers")
+    if found.about:
+        typer.echo(found.about)
     view = make_view(config.metric.name, config.epochs, typer.echo)
     try:
         with view:
             result = run_training(config, run, data, view.show)
     except (TrainingFailedError, RayError) as error:
-        if old_config and len(run.read_epochs()) == old_epochs:
-            run.write_text(CONFIG, old_config)  # it did not go on: its record is as it was
+        _undo(run, old_config, old_epochs)
         report_failure(error)
         return FAILED
     except (KeyboardInterrupt, SystemExit):
-        typer.echo(f"interrupted; go on with: --resume {run.uri}", err=True)
+        kept = _undo(run, old_config, old_epochs)
+        typer.echo(f"interrupted; go on with: --resume {run.uri}" if kept else "interrupted", err=True)
         return INTERRUPTED
     _write_report(run)
     best = "" if result.best is None else f", best {config.metric.name} {result.best:.4f}"
     typer.echo(f"done: {result.epochs} epochs{best}; {run.uri}")
     return DONE
+
+
+def _undo(run: RunDirectory, old_config: str, old_epochs: int) -> bool:
+    """After a run that finished no epoch: its record is as it was, or gone; whether there is one left."""
+    if len(run.read_epochs()) > old_epochs:
+        return True
+    if old_config:
+        run.write_text(CONFIG, old_config)
+        return True
+    run.remove()
+    return False
 
 
 def _write_report(run: RunDirectory) -> None:

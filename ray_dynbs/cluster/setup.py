@@ -5,24 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from ray_dynbs.cluster.data import Blocks, fetch
 from ray_dynbs.config import Config
-from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.lr import ScheduleProgress
 from ray_dynbs.tasks.loading import load_task
+from ray_dynbs.tasks.trial import check_on_rows
 from ray_dynbs.training.checkpoint import TrainState, seed_everything
 from ray_dynbs.training.columns import ColumnStore, TensorBatch
-from ray_dynbs.training.evaluate import Sums, batch_sums, evaluate
-from ray_dynbs.training.feed import IndexedFeed, sequential_batches, to_device
+from ray_dynbs.training.evaluate import Sums, evaluate
+from ray_dynbs.training.feed import IndexedFeed, sequential_batches
 from ray_dynbs.training.loop import Progress, TrainingLoop
 from ray_dynbs.training.lr import Schedule
 from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
 from ray_dynbs.training.precision import MixedPrecision
 from ray_dynbs.training.step import OptimizerStep
-from ray_dynbs.training.sums import PROBE_ROWS, Pair, refuse_mean, untouched
 from ray_dynbs.training.world import World
 
 
@@ -82,33 +80,13 @@ class Parts:
         part = getattr(self.task, "metrics", None)
         return part(self.state.model, batch) if part else {}
 
-    def check_metric(self) -> None:
-        """See, on a few validation rows and without any collective, that metrics are sums and the right ones.
-
-        Raises:
-            ConfigError: the configured metric is not reported, or one is a mean; names it.
-        """
-        if self.validation is None:
-            return
-        rows = np.arange(min(PROBE_ROWS, self.validation.num_rows))
-        half = len(rows) // 2
-        pieces = [rows, rows[:half], rows[half:]] if half else [rows]
-        with untouched(self.state.model), self.state.precision.autocast():
-            found = [self._batch_sums(piece) for piece in pieces]
-        wanted = self.config.metric.name
-        if wanted not in found[0]:
-            raise ConfigError(f"metric.name is {wanted!r}; the task reports {', '.join(sorted(found[0]))}")
-        if half:
-            for name in found[0]:
-                what = "loss" if name == "loss" else f"metric {name!r}"
-                refuse_mean(what, *(each[name] for each in found))
-
-    def _batch_sums(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, Pair]:
-        assert self.validation is not None
-        device = self.world.device
-        batch = to_device(self.validation.gather(rows), device)
-        sums = batch_sums(batch, self.loss, self.metrics, device)
-        return {name: (float(total), float(weight)) for name, (total, weight) in sums.items()}
+    def check_metrics(self) -> None:
+        """See, on a few validation rows, that metrics are sums and the configured one is among them."""
+        if self.validation is not None:
+            with self.state.precision.autocast():
+                check_on_rows(
+                    self.config, self.task, self.state.model, self.validation, device=self.world.device
+                )
 
     def evaluate(self, micro_batch_size: int) -> dict[str, float]:
         """Mean loss and metrics over the validation rows; empty without any.

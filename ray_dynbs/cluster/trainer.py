@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,10 @@ def run_training(
         ray.train.TrainingFailedError: a worker failed more often than allowed.
     """
     scaling = scaling_config(config)
+    fewest, most = config.cluster.worker_range
+    if fewest < most and not config.cluster.wait:
+        # Workers that do not come back within this time are done without; an autoscaler needs longer.
+        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "10")
     run = RunDirectory(run.absolute_uri)  # workers have working directories of their own
     coordinator = start_coordinator(config, run)
     auto = config.cluster.max_failures == "auto"
@@ -107,10 +112,11 @@ def scaling_config(config: Config) -> ScalingConfig:
     needed = {name: each * fewest for name, each in resources.items()}
     if use_gpu:
         needed.setdefault("GPU", float(fewest))
+    who = "they" if fewest == most else f"the {fewest}"
     for name, total in needed.items():
         if total > cluster.get(name, 0.0) and not wanted.wait:
             raise ConfigError(
-                f"cluster.num_workers is {wanted.num_workers}: {fewest} need {total:g} {name}, "
+                f"cluster.num_workers is {wanted.num_workers}: {who} need {total:g} {name}, "
                 f"the cluster has {cluster.get(name, 0.0):g}; cluster.wait: true waits for it to grow"
             )
     workers: Any = most if fewest == most else (fewest, most)

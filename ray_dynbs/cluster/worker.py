@@ -49,7 +49,7 @@ class Worker:
         self._world = World.current(ray.train.torch.get_device())
         self._parts = build_parts(given.config, self._world, given.blocks)
         self._best: float | None = None
-        self._parts.check_metric()
+        self._parts.check_metrics()
         progress, state, notes = self._restore()
         self._loop = self._parts.make_loop(progress)
         self._agreement = Agreement(

@@ -220,7 +220,7 @@ class Batching(Section):
 
     seed: int = Field(0, ge=0, description="seed of weights, row order and random numbers")
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
-        "fp32", description="arithmetic of the forward; auto: bf16 on a GPU that has it, else fp32"
+        "fp32", description="arithmetic of the forward; auto: bf16 where the device computes in it, else fp32"
     )
     clip_grad_norm: float | None = Field(None, gt=0, description="largest gradient norm, measured before")
     on_nonfinite: Literal["stop", "skip"] = Field(

@@ -19,10 +19,10 @@ from ray_dynbs.core.decision import Decision
 from ray_dynbs.report.cells import COLUMNS, Restarts, Row, epoch_cells, metric_title, next_size
 from ray_dynbs.report.lines import EpochLines
 
-MEDIUM, NOTEBOOK = 100, 140
-"""Characters a line: below the first a table hides columns, the second is a notebook's."""
-_NARROW_HIDES = ("micro x k", "mem", "noise")
-_SMALL_SCREEN_ROWS = 5
+NOTEBOOK_WIDTH = 140
+_NEEDS_WIDTH = {"micro x k": 100, "mem": 100, "noise": 100, "lr": 70, "samples/s": 70, "loss": 50}
+"""Columns left out where a line has fewer characters than that."""
+_SMALL_SCREEN_ROWS, _GAP = 5, 2
 
 
 class View(Protocol):
@@ -70,6 +70,7 @@ class RunTable:
         self._restarts = Restarts()
         self._started = self._last = clock()
         self._durations: list[float] = []
+        self._first_guess = 0.0
         self._done = 0
 
     def add(self, row: Row, notes: tuple[str, ...], decision: Decision | None) -> None:
@@ -77,6 +78,7 @@ class RunTable:
         self._notes += self._restarts.notes(row, notes)
         if self._rows:  # the first one's time holds the start of the workers
             self._durations.append(self._clock() - self._last)
+        self._first_guess = row["epoch_time_s"]
         self._last, self._done = self._clock(), row["epoch"] + 1
         self._rows.append((epoch_cells(row), _coloured(row, decision)))
 
@@ -91,21 +93,27 @@ class RunTable:
         return Group(self._table(width, height), *notes, self._progress(width))
 
     def _table(self, width: int, height: int | None) -> Table:
-        hidden = set() if width >= MEDIUM else set(_NARROW_HIDES)
+        hidden = {name for name, needed in _NEEDS_WIDTH.items() if width < needed}
         if not any(cells["noise"] != "-" for cells, _ in self._rows):
             hidden.add("noise")
         shown = self._rows
         if height is not None:
             shown = self._rows[-max(height - 10, _SMALL_SCREEN_ROWS) :]
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        columns = [name for name in COLUMNS if name not in hidden]
-        for name in columns:
-            table.add_column(
-                metric_title(self._metric) if name == "metric" else name, justify="right", no_wrap=True
-            )
-        table.add_column("next", no_wrap=height is not None, overflow="ellipsis", ratio=1)
+        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+        titles = {name: name for name in COLUMNS if name not in hidden}
+        if "metric" in titles:
+            titles["metric"] = metric_title(self._metric)
+        room = width
+        for name, title in titles.items():
+            widest = max([len(title), *(len(cells[name]) for cells, _ in shown)])
+            table.add_column(title, justify="right", no_wrap=True, min_width=widest)
+            room -= widest + _GAP
+        table.add_column("next")
         for cells, decided in shown:
-            table.add_row(*(cells[name] for name in columns), decided)
+            reason = decided.copy()
+            if height is not None:  # one line each while it is redrawn; the whole reason at the end
+                reason.truncate(max(room, 1), overflow="ellipsis")
+            table.add_row(*(cells[name] for name in titles), reason)
         return table
 
     def _progress(self, width: int) -> Table:
@@ -117,8 +125,8 @@ class RunTable:
         text = f"epoch {self._done} of {self._epochs}, {_duration(elapsed)}"
         if not self._rows:
             text += ", workers are starting" if elapsed < 60 else ", first epoch"
-        elif self._durations and self._done < self._epochs:
-            each = statistics.median(self._durations[-5:])
+        elif self._done < self._epochs:
+            each = statistics.median(self._durations[-5:] or [self._first_guess])
             left = max(each * (self._epochs - self._done) - (self._clock() - self._last), 0)
             text += f", about {_duration(left)} left"
         bar = ProgressBar(total=self._epochs, completed=self._done, width=min(30, width // 3))
@@ -153,6 +161,7 @@ class TerminalTable:
     def show(self, row: Row, notes: tuple[str, ...], decision: Decision | None) -> None:
         """An epoch has ended."""
         self._table.add(row, notes, decision)
+        self._live.refresh()
 
     def _render(self) -> Group:
         width, height = self._console.size
@@ -189,8 +198,8 @@ class NotebookTable:
     def _html(self) -> Any:
         from IPython.display import HTML
 
-        console = Console(record=True, width=NOTEBOOK, force_jupyter=False, file=io.StringIO())
-        console.print(self._table.render(NOTEBOOK))
+        console = Console(record=True, width=NOTEBOOK_WIDTH, force_jupyter=False, file=io.StringIO())
+        console.print(self._table.render(NOTEBOOK_WIDTH))
         return HTML(console.export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
 
 

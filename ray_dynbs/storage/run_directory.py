@@ -131,6 +131,11 @@ class RunDirectory:
         filesystem, path = self._resolve()
         filesystem.create_dir(path, recursive=True)
 
+    def remove(self) -> None:
+        """Delete the directory with everything in it."""
+        filesystem, path = self._resolve()
+        filesystem.delete_dir(path)
+
     def _is_named(self, name: str) -> bool:
         """Whether its configuration bears this name: ``digits-2`` may also be a name of its own."""
         return f"\nname: {name}\n" in f"\n{self.read_text(CONFIG)}"

@@ -8,6 +8,7 @@ A module or object with
 * ``metrics(model, batch) -> {name: sum or (sum, weight)}``, optional
 * ``datasets(config) -> {"train": ..., "validation": ...}``, optional where the configuration's ``data``
   section names files: Parquet paths or Ray data sets
+* ``about(config) -> str``, optional: a line to print at the start of a run
 * ``build_optimizer(config, model)`` and ``build_scheduler(config, optimizer, planned_steps)``,
   optional where the configuration's blocks are not enough
 """

@@ -12,6 +12,7 @@ from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.lr import LR_RULES, ScheduleProgress
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.sources import NeedsClusterError, Source, count_rows, resolve_sources
+from ray_dynbs.tasks.trial import try_task
 from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
 from ray_dynbs.training.step import refuse_collective_layers
 
@@ -26,11 +27,13 @@ class Preflight:
         sources: Split -> where its rows come from; ``None`` where the task needs a cluster to say.
         rows: Split -> rows, ``None`` where only a running pipeline can tell.
         warnings: One line each.
+        about: What the task has to say of itself; empty for nothing.
     """
 
     sources: dict[str, Source] | None
     rows: dict[str, int | None]
     warnings: tuple[str, ...]
+    about: str = ""
 
 
 def preflight(config: Config) -> Preflight:
@@ -41,9 +44,24 @@ def preflight(config: Config) -> Preflight:
     """
     task = load_task(config.task)
     sources, rows = _look_at_data(config, task)
-    _check_model(config, task)
+    model = _check_model(config, task)
     _check_optimizer(config, task, rows.get("train"))
-    return Preflight(sources, rows, tuple(_warnings(config, rows)))
+    if sources is not None:
+        try_task(config, task, model, sources)
+    return Preflight(sources, rows, tuple(_warnings(config, rows)), _about(config, task))
+
+
+def _about(config: Config, task: Any) -> str:
+    about = getattr(task, "about", None)
+    if about is None:
+        return ""
+    try:
+        return " ".join(str(about(config)).split())
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ConfigError(f"task {config.task!r}: about() failed: {reason}") from error
 
 
 def _look_at_data(config: Config, task: Any) -> tuple[dict[str, Source] | None, dict[str, int | None]]:
@@ -55,7 +73,7 @@ def _look_at_data(config: Config, task: Any) -> tuple[dict[str, Source] | None, 
     return sources, {split: count_rows(split, s, data.columns, data.label) for split, s in sources.items()}
 
 
-def _check_model(config: Config, task: Any) -> None:
+def _check_model(config: Config, task: Any) -> torch.nn.Module:
     """Build the model without memory for its weights, or for real where it needs that, to hear complaints.
 
     Raises:
@@ -72,6 +90,7 @@ def _check_model(config: Config, task: Any) -> None:
         kind = type(model).__name__
         raise ConfigError(f"task {config.task!r}: build_model() returned {kind}; allowed: a torch module")
     refuse_collective_layers(model)
+    return model
 
 
 def _build_somehow(config: Config, task: Any) -> Any:

@@ -85,7 +85,7 @@ def count_rows(split: str, source: Source, columns: list[str] | None, label: str
 def _read_footers(where: str, source: str | list[str]) -> tuple[list[str], int]:
     paths = [source] if isinstance(source, str) else source
     try:
-        parts = [pads.dataset(_parquet_files(path), format="parquet", partitioning="hive") for path in paths]
+        parts = [pads.dataset(parquet_files(path), format="parquet", partitioning="hive") for path in paths]
         dataset = pads.dataset(parts)
         return list(dataset.schema.names), dataset.count_rows()
     except FileNotFoundError as error:
@@ -96,7 +96,7 @@ def _read_footers(where: str, source: str | list[str]) -> tuple[list[str], int]:
         ) from error
 
 
-def _parquet_files(path: str) -> str | list[str]:
+def parquet_files(path: str) -> str | list[str]:
     """A file as it is; of a local folder, what Ray Data reads in it: the files named ``*.parquet``."""
     if "://" in path or not Path(path).is_dir():
         return path

@@ -17,8 +17,8 @@ class MixedPrecision:
     """What a precision means for the forward pass and for the optimizer.
 
     Weights are float32 (float64 under ``fp64``, which is meant for verification); ``bf16`` and
-    ``fp16`` run the forward under autocast, ``fp16`` with loss scaling. ``auto`` is ``bf16`` on a CUDA device
-    that computes in it, and ``fp32`` elsewhere.
+    ``fp16`` run the forward under autocast, ``fp16`` with loss scaling. ``auto`` is ``bf16`` on a
+    device that computes in it, and ``fp32`` elsewhere.
 
     Raises:
         ConfigError: an unknown precision.
@@ -28,7 +28,7 @@ class MixedPrecision:
         if precision not in get_args(Precision):
             raise ConfigError(f"precision is {precision!r}; allowed: {', '.join(get_args(Precision))}")
         if precision == "auto":
-            precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+            precision = "bf16" if computes_in_bf16(device) else "fp32"
         self._device_type = device.type
         self._autocast_dtype = _AUTOCAST.get(precision)
         self.weight_dtype = torch.float64 if precision == "fp64" else torch.float32
@@ -39,3 +39,12 @@ class MixedPrecision:
         if self._autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self._device_type, dtype=self._autocast_dtype)
+
+
+def computes_in_bf16(device: torch.device) -> bool:
+    """Whether a device has instructions for bfloat16; emulated, it is slower than float32."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    # torch has no public question for this; where a future one lacks these, float32 is the safe answer.
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return device.type == "cpu" and any(bool(getattr(torch.cpu, name, bool)()) for name in names)

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -25,78 +20,6 @@ from ray_dynbs.storage.run_directory import EPOCH_SCHEMA, RunDirectory
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "jobs" / "configs" / "digits.yaml"
-
-
-class Command:
-    """A ``ray-dynbs`` process in its own process group, as a shell would start it."""
-
-    def __init__(self, *arguments: str, folder: Path) -> None:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-        self.output = folder / "output.txt"
-        with self.output.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "ray_dynbs.cli.main", *arguments],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                cwd=folder,
-                env=environment | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
-            )
-        self.seen: dict[int, psutil.Process] = {}
-
-    def watch(self) -> None:
-        """Remember every process that this one has started so far."""
-        try:
-            family = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return
-        self.seen.update({child.pid: child for child in family})
-
-    def wait(self, timeout_s: float = 300) -> int:
-        deadline = time.monotonic() + timeout_s
-        while self.process.poll() is None:
-            if time.monotonic() > deadline:
-                raise AssertionError(f"still running after {timeout_s} s:\n{self.text}")
-            self.watch()
-            time.sleep(0.2)
-        return self.process.returncode
-
-    def wait_for(self, words: str, times: int = 1, timeout_s: float = 240) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self.text.count(words) < times:
-            assert time.monotonic() < deadline, self.text
-            assert self.process.poll() is None, self.text
-            self.watch()
-            time.sleep(0.1)
-
-    def survivors(self, patience_s: float = 15) -> list[str]:
-        """What is left of its processes."""
-        _, alive = psutil.wait_procs(list(self.seen.values()), timeout=patience_s)
-        return [f"{p.pid} {p.name()}" for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-    @property
-    def text(self) -> str:
-        return self.output.read_text()
-
-    def end(self) -> None:
-        for process in [*self.seen.values(), psutil.Process(self.process.pid)]:
-            if process.is_running():
-                process.kill()
-        self.process.wait(timeout=10)
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
-    commands = []
-
-    def run(*arguments: str) -> Command:
-        commands.append(Command(*arguments, folder=tmp_path))
-        return commands[-1]
-
-    yield run
-    for command in commands:
-        if command.process.poll() is None:
-            command.end()
 
 
 def test_the_main_job(start: Any, tmp_path: Path) -> None:
@@ -215,8 +138,11 @@ def test_more_workers_than_the_cluster_can_place(start: Any, tmp_path: Path) -> 
 def test_a_failing_task_names_its_cause_first(start: Any, tmp_path: Path) -> None:
     (tmp_path / "bad_task.py").write_text(
         "from ray_dynbs.tasks.digits import build_model, datasets, metrics\n"
+        "from ray_dynbs.tasks import digits\n"
         "def loss(model, batch):\n"
-        "    raise ValueError('labels are from another planet')\n"
+        "    if model.training:\n"
+        "        raise ValueError('labels are from another planet')\n"
+        "    return digits.loss(model, batch)\n"
     )
     command = start("train", str(DIGITS), "--out", "runs", "--set", "task=bad_task")
     assert command.wait() == 1
@@ -224,4 +150,5 @@ def test_a_failing_task_names_its_cause_first(start: Any, tmp_path: Path) -> Non
     position = next(i for i, line in enumerate(lines) if line.startswith("error"))
     assert lines[position].endswith("ValueError: labels are from another planet")
     assert "bad_task.py" in "\n".join(lines[position:])
+    assert not (tmp_path / "runs" / "digits").exists()
     assert command.survivors() == []

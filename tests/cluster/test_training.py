@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(480), pytest.mark.usefixtures
 NUM_ROWS, EPOCHS, SIZES = 61, 6, [9, 33, 2, 61, 17]
 
 
-def make_config(folder: Path, num_workers: int, **task_args: Any) -> Config:
+def make_config(folder: Path, num_workers: Any, **task_args: Any) -> Config:
     return Config.model_validate(
         {
             "name": "problem",
@@ -153,12 +153,12 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [2, [1, 2]])
 def test_a_killed_worker_costs_an_epoch_and_nothing_else(
-    straight: tuple[Path, RunDirectory], tmp_path: Path
+    straight: tuple[Path, RunDirectory], tmp_path: Path, num_workers: Any
 ) -> None:
     """kill -9 in the middle of the fourth pass: the group restarts from the third's checkpoint."""
-    config = make_config(tmp_path, 2, kill_after_rows=3 * 30 + 12)
-    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"max_failures": 1})})
+    config = make_config(tmp_path, num_workers, kill_after_rows=3 * 30 + 12)
     result, directory = run(config)
     assert (tmp_path / "healed").exists()
     assert result.epochs == EPOCHS
