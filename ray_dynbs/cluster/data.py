@@ -6,6 +6,7 @@ theirs, and an epoch starts without a new executor.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Mapping
@@ -71,10 +72,9 @@ def prepare_data(
     context.execution_options.preserve_order = True
     blocks, num_rows, owners = {}, {}, []
     for split, source in sources.items():
-        dataset = _open(split, source, columns)
-        blocks[split], bundles = _materialize(split, dataset, timeout_s)
+        blocks[split], owned = _materialize(split, source, columns, timeout_s)
         num_rows[split] = _check(split, blocks[split], columns)
-        owners += [dataset, *bundles]
+        owners += owned
         counted = (expected or {}).get(split)
         if counted is not None and counted != num_rows[split]:
             raise ConfigError(
@@ -101,7 +101,9 @@ def _open(split: str, source: Source, columns: list[str] | None) -> ray.data.Dat
     return dataset
 
 
-def _materialize(split: str, dataset: ray.data.Dataset, timeout_s: float | None) -> tuple[Blocks, list[Any]]:
+def _materialize(
+    split: str, source: Source, columns: list[str] | None, timeout_s: float | None
+) -> tuple[Blocks, list[Any]]:
     """Run a pipeline to its end, unless its first rows do not come.
 
     Returns:
@@ -111,11 +113,13 @@ def _materialize(split: str, dataset: ray.data.Dataset, timeout_s: float | None)
         ConfigError: no rows came in time; says what the cluster has free.
     """
     bundles: list[Any] = []
+    datasets: list[Any] = []
     news: queue.SimpleQueue[BaseException | bool] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            for bundle in dataset.iter_internal_ref_bundles():
+            datasets.append(_open(split, source, columns))  # may run a part of it to learn its columns
+            for bundle in datasets[0].iter_internal_ref_bundles():
                 bundles.append(bundle)
                 news.put(False)
             news.put(True)
@@ -126,6 +130,8 @@ def _materialize(split: str, dataset: ray.data.Dataset, timeout_s: float | None)
     try:
         done = news.get(timeout=timeout_s)
     except queue.Empty:
+        # Abandoned: it complains once the cluster ends, which is no news.
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)
         there = ray.cluster_resources().get("CPU", 0.0)
         free = ray.available_resources().get("CPU", 0.0)
         raise ConfigError(
@@ -141,7 +147,7 @@ def _materialize(split: str, dataset: ray.data.Dataset, timeout_s: float | None)
         for bundle in bundles
         for entry, piece in zip(bundle.blocks, bundle.slices, strict=True)
     ]
-    return Blocks(refs), bundles
+    return Blocks(refs), [*datasets, *bundles]
 
 
 def _as_table(ref: Any, piece: Any, schema: Any) -> Any:

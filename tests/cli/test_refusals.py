@@ -106,7 +106,7 @@ def test_a_pipeline_that_gives_no_rows_ends_the_wait(start: Any, tmp_path: Path)
         "def datasets(config):\n    import time, ray.data\n"
         "    return {'train': ray.data.range(40).map(lambda row: time.sleep(3600))}\n"
     )
-    config = write(tmp_path, hanging, data={"features": ["id"], "label": "id", "timeout_s": 4.0})
+    config = write(tmp_path, hanging, data={"features": ["a", "b"], "label": "y", "timeout_s": 4.0})
     command = start("train", config)
     assert command.wait(90) == 2, command.text
     assert command.text.startswith("error: train data: no rows came within 4 s (timeout_s)")

@@ -13,14 +13,16 @@ from ray.cluster_utils import Cluster
 from ray_dynbs.config import load_config
 from ray_dynbs.core.journal import decode_lines, replay
 from ray_dynbs.storage.run_directory import DECISIONS, RunDirectory
+from tests.commands import ROOT
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(480)]
 NUM_ROWS, SIZES = 61, [9, 33, 2, 61, 17]
 
 
 @pytest.fixture
-def nodes() -> Iterator[Cluster]:
-    """A head of one CPU; the driver is a process of its own."""
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A head of one CPU, whose workers find the tests' task; the driver is a process of its own."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     yield cluster
     cluster.shutdown()
