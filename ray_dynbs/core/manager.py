@@ -12,6 +12,7 @@ from typing import Any
 
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.estimators import Estimates, NoiseScale
 from ray_dynbs.core.guards import Clamp
 from ray_dynbs.core.guards.hold import hold
 from ray_dynbs.core.lr import LRRule, NoScaling
@@ -50,6 +51,7 @@ class DynamicBatchSizeManager:
         max_lr_scale: Cap on the LR multiplier, or ``None``.
         max_micro_batch_size: Most rows in one forward/backward on one rank, or ``None``.
         world_size: Data-parallel ranks.
+        noise: How the gradient noise scale is smoothed.
 
     Raises:
         ConfigError: a size below 1, a bound crossed, a cap not above 0.
@@ -68,6 +70,7 @@ class DynamicBatchSizeManager:
         max_lr_scale: float | None = None,
         max_micro_batch_size: int | None = None,
         world_size: int = 1,
+        noise: NoiseScale | None = None,
     ) -> None:
         smallest = min(8, initial_batch_size) if min_batch_size is None else min_batch_size
         largest = max(512, initial_batch_size) if max_batch_size is None else max_batch_size
@@ -85,6 +88,8 @@ class DynamicBatchSizeManager:
         self._micro_ceiling = max_micro_batch_size
         self._plan = BatchPlan.fit(initial_batch_size, world_size, self._micro_ceiling)
         self._policy_state = self._policy.init(self._plan)
+        self._noise = noise or NoiseScale()
+        self._noise_state = self._noise.init()
         self._incarnation = self._version = 0
         self._epoch = self._step = self._samples_seen = 0
         self._changed_at: tuple[int, int] | None = None
@@ -133,6 +138,11 @@ class DynamicBatchSizeManager:
     def version(self) -> int:
         """Decisions made in the run's history."""
         return self._version
+
+    @property
+    def estimates(self) -> Estimates:
+        """What is known from all signals so far."""
+        return Estimates(**self._noise.estimates(self._noise_state))
 
     def start(
         self,
@@ -198,6 +208,7 @@ class DynamicBatchSizeManager:
             "step": self._step,
             "samples_seen": self._samples_seen,
             "changed_at": list(self._changed_at) if self._changed_at else None,
+            "noise_state": self._noise_state,
             "pieces": self._piece_names,
             "policy_state": self._policy_state,
         }
@@ -222,6 +233,7 @@ class DynamicBatchSizeManager:
             self._samples_seen = state["samples_seen"]
             changed = state["changed_at"]
             self._changed_at = (changed[0], changed[1]) if changed else None
+            self._noise_state = self._noise.restored(state.get("noise_state"))
             same = state["pieces"] == self._piece_names
             self._policy_state = state["policy_state"] if same else self._policy.init(self._plan)
             self._note = "" if same else f"; policy state of {state['pieces']} dropped"
@@ -235,12 +247,15 @@ class DynamicBatchSizeManager:
     # -- inside --------------------------------------------------------------------------------
 
     def _propose(self, proposal: Proposal, signal: Signal) -> Proposal:
+        self._noise_state = self._noise.update(self._noise_state, signal.pieces)
         changed_version, changed_step = self._changed_at or (None, 0)
         view = View(
             signal=signal,
             plan=self._plan,
             decisions_since_change=None if changed_version is None else self._version - changed_version,
             steps_since_change=signal.step - changed_step,
+            estimates=self.estimates,
+            num_rows=self._num_rows,
         )
         proposal, self._policy_state = self._policy.update(proposal, self._policy_state, view)
         if self._num_rows is not None and proposal.global_batch_size > self._num_rows:

@@ -16,9 +16,10 @@ path in the configuration (``policy: {name: my_package.my_policy, ...its keys}``
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from ray_dynbs.core.estimators import Estimates
 from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.core.signal import Signal
 
@@ -55,12 +56,16 @@ class View:
         decisions_since_change: Decisions made since the global batch last changed, this one not
             counted; ``None`` while it never has.
         steps_since_change: Optimizer steps since then (since the start while it never has).
+        estimates: What is estimated from all signals so far, each with its relative error.
+        num_rows: Rows in one pass, ``None`` where unknown.
     """
 
     signal: Signal
     plan: BatchPlan
     decisions_since_change: int | None = None
     steps_since_change: int = 0
+    estimates: Estimates = field(default_factory=Estimates)
+    num_rows: int | None = None
 
 
 class Policy(Protocol):

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ray_dynbs.core.estimators.pieces import PieceSums
+
 
 @dataclass(frozen=True, kw_only=True)
 class Signal:
@@ -31,6 +33,7 @@ class Signal:
         val_metric: The configured metric over the validation rows.
         memory_fraction: Memory in use over memory there is, on the worst rank, in [0, 1].
         step_time_s: Mean seconds per optimizer step, on the slowest rank.
+        pieces: Sums of gradient noise measured from the pieces of steps, or ``None``.
         missing: Names of measured quantities without a finite number, and the reason.
     """
 
@@ -49,6 +52,7 @@ class Signal:
     val_metric: float | None = None
     memory_fraction: float | None = None
     step_time_s: float | None = None
+    pieces: PieceSums | None = None
     missing: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -66,6 +70,10 @@ class Signal:
             if not math.isfinite(value) or (value < 0 and name in _NEVER_NEGATIVE):
                 missing.append((name, str(float(value))))
                 numbers[name] = None
+        pieces = numbers.get("pieces")
+        if pieces is not None and not pieces.is_finite():
+            missing.append(("pieces", "not finite"))
+            numbers["pieces"] = None
         return cls(**numbers, missing=tuple(missing))
 
     def why_missing(self, name: str) -> str:
@@ -83,7 +91,14 @@ class Signal:
         Raises:
             TypeError: an unknown field.
         """
-        return cls(**{**data, "missing": tuple((data.get("missing") or {}).items())})
+        pieces = data.get("pieces")
+        return cls(
+            **{
+                **data,
+                "pieces": None if pieces is None else PieceSums.from_json(pieces),
+                "missing": tuple((data.get("missing") or {}).items()),
+            }
+        )
 
 
 _NEVER_NEGATIVE = ("grad_norm", "memory_fraction", "step_time_s")

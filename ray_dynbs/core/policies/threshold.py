@@ -7,6 +7,7 @@ wins; memory by default changes the micro-batch and never the global batch.
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -33,8 +34,16 @@ class Threshold:
             ``memory_grows`` where memory has no vote.
     """
 
-    grad_norm_high: Annotated[float, Key("mean gradient norm above which the batch halves", gt=0)] = 10.0
-    grad_norm_low: Annotated[float, Key("mean gradient norm below which the batch doubles", ge=0)] = 0.1
+    grad_norm_high: Annotated[
+        float | None, Key("mean gradient norm above which the batch halves; 10, or 2 if relative", gt=0)
+    ] = None
+    grad_norm_low: Annotated[
+        float | None, Key("mean gradient norm below which the batch doubles; 0.1, or 0.5 if relative", ge=0)
+    ] = None
+    relative: Annotated[
+        bool, Key("compare the norm over its median of the last relative_window decisions")
+    ] = False
+    relative_window: Annotated[int, Key("decisions in that median", ge=1, le=1_000)] = 10
     memory_high: Annotated[
         float,
         Key("memory fraction above which the micro-batch halves (the batch, under vote: shrink)", gt=0, le=1),
@@ -49,41 +58,63 @@ class Threshold:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        for low, high in (("grad_norm_low", "grad_norm_high"), ("memory_low", "memory_high")):
-            if not getattr(self, low) < getattr(self, high):
+        limits = {"grad_norm": (self.low, self.high), "memory": (self.memory_low, self.memory_high)}
+        for name, (low, high) in limits.items():
+            if not low < high:
                 raise ConfigError(
-                    f"threshold: {low} is {getattr(self, low)} and {high} is {getattr(self, high)}; "
-                    f"allowed: {low} below {high}"
+                    f"threshold: {name}_low is {low} and {name}_high is {high}; "
+                    f"allowed: {name}_low below {name}_high"
                 )
         if self.memory_vote not in ("accumulate", "shrink"):
             raise ConfigError(f"memory.vote is {self.memory_vote!r}; allowed: accumulate, shrink")
         if self.memory_grows and self.memory_vote != "shrink":
             raise ConfigError("threshold: memory_grows is true; allowed only with memory.vote: shrink")
 
+    @property
+    def low(self) -> float:
+        """The lower limit in force."""
+        return (0.5 if self.relative else 0.1) if self.grad_norm_low is None else self.grad_norm_low
+
+    @property
+    def high(self) -> float:
+        """The upper limit in force."""
+        return (2.0 if self.relative else 10.0) if self.grad_norm_high is None else self.grad_norm_high
+
     def init(self, plan: BatchPlan) -> State:
-        """No halving of the micro-batch so far."""
-        return None
+        """No norm seen, no halving of the micro-batch so far."""
+        return {"norms": [], "halved_at": None}
 
     def update(self, proposal: Proposal, state: State, view: View) -> tuple[Proposal, State]:
         """Move the global batch by at most a factor of two; under ``accumulate`` also the micro-batch."""
-        gradient = self._gradient_vote(view)
+        norm, state = view.signal.grad_norm, state or self.init(view.plan)
+        gradient = self._gradient_vote(view, state["norms"])
+        if self.relative and norm is not None:
+            state = {**state, "norms": [*state["norms"], norm][-self.relative_window :]}
         if self.memory_vote == "accumulate":
             proposal = _move(proposal, view, gradient[0], gradient[1])
-            return self._accumulate(proposal, state, view)
+            proposal, halved_at = self._accumulate(proposal, state["halved_at"], view)
+            return proposal, {**state, "halved_at": halved_at}
         memory = self._memory_vote(view)
         reason = f"{gradient[1]}; {memory[1]}"
         vote = self._combine(gradient[0], memory[0], view.signal)
         return _move(proposal, view, vote, reason), state
 
-    def _gradient_vote(self, view: View) -> Vote:
+    def _gradient_vote(self, view: View, norms: list[float]) -> Vote:
         norm = view.signal.grad_norm
         if norm is None:
             return 0, f"grad_norm {view.signal.why_missing('grad_norm')}: hold"
-        if norm > self.grad_norm_high:
-            return -1, f"grad_norm {norm:.4g} > {self.grad_norm_high:g}: shrink"
-        if norm < self.grad_norm_low:
-            return 1, f"grad_norm {norm:.4g} < {self.grad_norm_low:g}: grow"
-        return 0, f"grad_norm {norm:.4g} within [{self.grad_norm_low:g}, {self.grad_norm_high:g}]: hold"
+        said = f"grad_norm {norm:.4g}"
+        if self.relative:
+            usual = statistics.median(norms) if norms else 0.0
+            if not usual > 0:
+                return 0, f"{said}, nothing to compare with yet: hold"
+            norm /= usual
+            said = f"{said}, {norm:.3g} of its median"
+        if norm > self.high:
+            return -1, f"{said} > {self.high:g}: shrink"
+        if norm < self.low:
+            return 1, f"{said} < {self.low:g}: grow"
+        return 0, f"{said} within [{self.low:g}, {self.high:g}]: hold"
 
     def _memory_vote(self, view: View) -> Vote:
         used = view.signal.memory_fraction
@@ -103,20 +134,22 @@ class Threshold:
         room = used is not None and used < self.memory_low
         return int(room and signal.grad_norm is not None and max(gradient, memory) > 0)
 
-    def _accumulate(self, proposal: Proposal, state: State, view: View) -> tuple[Proposal, State]:
+    def _accumulate(
+        self, proposal: Proposal, halved_at: float | None, view: View
+    ) -> tuple[Proposal, float | None]:
         """Halve the micro-batch while memory is high and halving it helps.
 
-        The state is the memory fraction at the last halving: where halving did not lower it, what
+        ``halved_at`` is the memory fraction at the last halving: where halving did not lower it, what
         fills the memory is not the micro-batch, and halving again would only cost speed.
         """
         used, micro = view.signal.memory_fraction, view.plan.micro_batch_size
         if used is None or used <= self.memory_high:
             return proposal, None
         high = f"memory {used:.2f} > {self.memory_high:g}"
-        if state is not None and used >= state:
-            return proposal.because(f"{high}, but halving the micro-batch did not lower it: kept"), state
+        if halved_at is not None and used >= halved_at:
+            return proposal.because(f"{high}, but halving the micro-batch did not lower it: kept"), halved_at
         if micro == 1:
-            return proposal.because(f"{high}, but the micro-batch is 1 already: kept"), state
+            return proposal.because(f"{high}, but the micro-batch is 1 already: kept"), halved_at
         half = -(-micro // 2)
         return proposal.because(f"{high}: micro-batch {micro} -> {half}", micro_ceiling=half), used
 
