@@ -69,17 +69,24 @@ def _train(config: Config, run: RunDirectory | None, found: Preflight) -> int:
         with view:
             result = run_training(config, run, data, view.show)
     except (TrainingFailedError, RayError) as error:
-        _undo(run, old_config, old_epochs)
+        if _undo(run, old_config, old_epochs):
+            _write_report(run)
         report_failure(error)
         return FAILED
     except (KeyboardInterrupt, SystemExit):
         kept = _undo(run, old_config, old_epochs)
-        typer.echo(f"interrupted; go on with: --resume {run.uri}" if kept else "interrupted", err=True)
+        typer.echo(f"interrupted{_how_to_go_on(run)}" if kept else "interrupted", err=True)
         return INTERRUPTED
     _write_report(run)
     best = "" if result.best is None else f", best {config.metric.name} {result.best:.4f}"
     typer.echo(f"done: {result.epochs} epochs{best}; {run.uri}")
     return DONE
+
+
+def _how_to_go_on(run: RunDirectory) -> str:
+    """The command, whose configuration is the one of the run, overrides included."""
+    config = f"{run.uri}/{CONFIG}" if "://" not in run.uri else "CONFIG"
+    return f"; go on with: ray-dynbs train {config} --resume {run.uri}"
 
 
 def _undo(run: RunDirectory, old_config: str, old_epochs: int) -> bool:
@@ -97,6 +104,8 @@ def _write_report(run: RunDirectory) -> None:
     """The page beside the run; a run that has trained is not failed by its picture."""
     from ray_dynbs.report import write_report
 
+    if not run.read_epochs():
+        return
     try:
         write_report(run)
     except Exception as error:  # noqa: BLE001  # said, and the run's own record is complete

@@ -11,6 +11,7 @@ import ray
 from pydantic import ValidationError
 from ray.data.dataset import MaterializedDataset
 from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
 from ray_dynbs.cluster.coordinator import start_coordinator
 from ray_dynbs.cluster.data import Blocks, prepare_data
@@ -39,7 +40,8 @@ class AdoptedTrainer(TorchTrainer):
         **ray_arguments: Everything else that Ray Train's TorchTrainer takes.
 
     Raises:
-        ConfigError: a key of ``dynbs`` is unknown or its value not allowed.
+        ConfigError: a key of ``dynbs`` is unknown or its value not allowed, or the storage is a file system
+            object.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class AdoptedTrainer(TorchTrainer):
     ) -> None:
         self.settings = _settings(dynbs)
         super().__init__(train_loop_per_worker, datasets=dict(datasets or {}), **ray_arguments)
+        if self.run_config.storage_filesystem is not None:
+            raise ConfigError("RunConfig.storage_filesystem is set; allowed: storage_path as a path or URI")
         self.on_epoch: OnEpoch | None = None
 
     @property
@@ -69,23 +73,32 @@ class AdoptedTrainer(TorchTrainer):
         """
         for key, value in DRIVER_SETTINGS.items():
             os.environ.setdefault(key, value)
+        given_data = self.datasets
+        self.datasets = {name: each() if callable(each) else each for name, each in given_data.items()}
         others = {name: each for name, each in self.datasets.items() if name != "train"}
         self._refuse_to_starve(others)
         blocks = self._train_blocks()
-        record = RunDirectory(self.record.absolute_uri)
-        record.make()
+        record = self._new_record()
         record.write_text(CONFIG, dump_yaml(self.settings, name=str(self.run_config.name)))
         coordinator = start_coordinator(self.settings, record)
         given = LoopInput(self.settings, blocks, coordinator)
         loop: Any = getattr(self, "train_loop_per_worker")  # noqa: B009
-        datasets = self.datasets
         self.train_loop_per_worker, self.datasets = _around(loop, given), others
         try:
             with Follower(coordinator, self.on_epoch):
                 return super().fit()
         finally:
             ray.kill(coordinator)
-            self.train_loop_per_worker, self.datasets = loop, datasets
+            self.train_loop_per_worker, self.datasets = loop, given_data
+
+    def _new_record(self) -> RunDirectory:
+        """The run directory, empty unless Ray Train goes on with a run that it finds there."""
+        record = RunDirectory(self.record.absolute_uri)
+        ray_run = RunDirectory(record.absolute_uri.rpartition("/")[0])
+        if record.exists(CONFIG) and not ray_run.exists(CHECKPOINT_MANAGER_SNAPSHOT_FILENAME):
+            record.remove()
+        record.make()
+        return record
 
     def _train_blocks(self) -> Blocks | None:
         train = self.datasets.get("train")
@@ -106,11 +119,12 @@ class AdoptedTrainer(TorchTrainer):
         workers = max(scaling.num_workers) if isinstance(scaling.num_workers, tuple) else scaling.num_workers
         each = (scaling.resources_per_worker or {}).get("CPU", 0.0 if scaling.use_gpu else 1.0)
         cpus = ray.cluster_resources().get("CPU", 0.0) if lazy else 0.0
-        if lazy and workers * each > cpus - 1:
+        if lazy and workers * each > cpus - 1 and not self.settings.wait:
             raise ConfigError(
                 f"datasets[{lazy[0]!r}] is read while training, but {workers} workers x {each:g} CPU "
                 f"leave {max(cpus - workers * each, 0):g} of the cluster's {cpus:g} CPU for it; allowed: at "
-                "least 1 left, a smaller resources_per_worker={'CPU': ...}, or the data set's materialize()"
+                "least 1 left, a smaller resources_per_worker={'CPU': ...}, the data set's materialize(), or "
+                "dynbs={'wait': True} where the cluster grows"
             )
 
 

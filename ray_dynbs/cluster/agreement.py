@@ -50,18 +50,26 @@ class Agreement:
             raise RuntimeError(f"the coordinator did not answer within {COORDINATOR_TIMEOUT_S:g} s")
         self._agree(reply)
 
-    def decide(self, report: EpochReport, progress: Progress, validation: Mapping[str, float]) -> None:
+    def decide(
+        self,
+        report: EpochReport,
+        progress: Progress,
+        validation: Mapping[str, float],
+        applied: Decision | None = None,
+    ) -> None:
         """Rank 0 asks once; all ranks apply the answer, or all keep the plan they have.
 
         Args:
             report: What the pass measured.
             progress: Where the run is after it.
             validation: Mean loss and metrics; empty without validation rows.
+            applied: The decision the pass was trained under, where a restart lies in between.
         """
-        row = make_row(report, self.decision, validation, metric=self._metric)
+        row = make_row(report, applied or self.decision, validation, metric=self._metric)
         self._unsent.append(EpochRecord(row, tuple(self.notes)))
         self.notes.clear()
-        signal = make_signal(report, progress, validation, metric=self._metric, world_size=self._world.size)
+        world_size = (applied or self.decision).plan.world_size
+        signal = make_signal(report, progress, validation, metric=self._metric, world_size=world_size)
         reply = self._ask("decide", DecisionRequest(self.state, signal, tuple(self._unsent)))
         if reply is None:
             self.notes.append(f"the coordinator did not answer after epoch {report.epoch}: the plan was kept")

@@ -67,9 +67,6 @@ def prepare_data(
         ConfigError: a split without rows, or with other rows than were counted, or with a column that
             holds nulls or no numbers.
     """
-    context = ray.data.DataContext.get_current()
-    # Row numbers are positions in the data set: they must not depend on which read ended first.
-    context.execution_options.preserve_order = True
     blocks, num_rows, owners = {}, {}, []
     for split, source in sources.items():
         blocks[split], owned = _materialize(split, source, columns, timeout_s)
@@ -92,6 +89,9 @@ def _open(split: str, source: Source, columns: list[str] | None) -> ray.data.Dat
         dataset = ray.data.from_arrow(source)
     elif not isinstance(source, ray.data.Dataset):
         raise ConfigError(f"{split} data is {type(source).__name__}; allowed: paths, a table, a Ray data set")
+    # Row numbers are positions in the data set: they must not depend on which read ended first. A data set
+    # keeps the options it was made with, so they are set on itself.
+    dataset.context.execution_options.preserve_order = True
     if columns is not None:
         names = dataset.columns() or []
         missing = [column for column in columns if column not in names]
@@ -182,7 +182,11 @@ def fetch(blocks: Blocks, timeout_s: float | None = None) -> list[Any]:
         TimeoutError: they did not come in time.
     """
     try:
-        return list(ray.get(blocks.refs, timeout=timeout_s))
+        # Where Arrow and pandas blocks are mixed, the schema of a bundle does not tell which ones are which.
+        return [
+            block if isinstance(block, pa.Table) else BlockAccessor.for_block(block).to_arrow()
+            for block in ray.get(blocks.refs, timeout=timeout_s)
+        ]
     except ray.exceptions.GetTimeoutError as error:
         raise TimeoutError(
             f"the first batch did not come: {len(blocks.refs)} blocks of data are not on this node after "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -25,14 +26,18 @@ class LostWorkersOnly(DefaultFailurePolicy):
     def make_decision(self, training_failed_error: Any) -> Any:
         """Give up at once, or let Ray Train count."""
         failures = getattr(training_failed_error, "worker_failures", None)
-        if failures and not any(is_lost(failure) for failure in failures.values()):
+        if failures and not is_worth_another_start(list(failures.values())):
             return FailureDecision.RAISE
         return super().make_decision(training_failed_error)
 
 
+def is_worth_another_start(failures: Sequence[BaseException]) -> bool:
+    """Whether a process was lost, or all failures are what the loss of one looks like to the others."""
+    own = [getattr(failure, "_base_exc", failure) for failure in failures]
+    return any(is_lost(each) for each in own) or all(is_consequence(each) for each in own)
+
+
 def is_lost(failure: BaseException) -> bool:
-    """Whether a worker's failure is a lost process, or what the loss of another looks like."""
-    own = getattr(failure, "_base_exc", failure)
-    if isinstance(own, ray.exceptions.RayActorError | ray.exceptions.NodeDiedError):
-        return True
-    return is_consequence(own) or "health check" in str(own).lower()
+    """Whether a worker's process is gone, or no longer answers Ray."""
+    gone = ray.exceptions.RayActorError | ray.exceptions.NodeDiedError
+    return isinstance(failure, gone) or type(failure).__name__ == "WorkerHealthCheckFailedError"

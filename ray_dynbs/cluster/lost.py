@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 # When one worker is lost, the others fail because it no longer answers, and may be heard first.
-CONSEQUENCES = ("Connection closed by peer", "gloo", "NCCL", "Connection reset", "Broken pipe")
+_CONSEQUENCES = ("Connection closed by peer", "gloo", "NCCL", "Connection reset", "Broken pipe")
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether a failure only says that another worker no longer answers."""
-    return any(word in str(error) for word in CONSEQUENCES)
+    """Whether a failure only says that another worker no longer answers: torch's own kind, in its words."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _CONSEQUENCES)

@@ -6,30 +6,22 @@ here come the batches, in the size decided, and the step, which splits and reduc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ray.train
 import ray.train.torch
 import torch
-from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader
 
+from ray_dynbs.cluster.adoption import Adoption, Optimizers, Schedulers, open_rows, restarted_without_state
 from ray_dynbs.cluster.agreement import Agreement
-from ray_dynbs.cluster.data import Blocks, fetch
+from ray_dynbs.cluster.data import Blocks
 from ray_dynbs.config.schema import LoopSettings
-from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.core.lr import LR_RULES, ScheduleProgress
+from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.plan import BatchPlan
-from ray_dynbs.training.columns import ColumnStore
-from ray_dynbs.training.datasets import DatasetStore
-from ray_dynbs.training.feed import IndexedFeed, RowStore, StepBatch
+from ray_dynbs.training.feed import StepBatch
 from ray_dynbs.training.loop import EpochReport, TrainingLoop
-from ray_dynbs.training.lr import Schedule
-from ray_dynbs.training.plain import plain_model
-from ray_dynbs.training.precision import MixedPrecision
-from ray_dynbs.training.step import LossFn, OptimizerStep, StepResult
+from ray_dynbs.training.step import LossFn, StepResult
 from ray_dynbs.training.world import World
 
 
@@ -56,23 +48,18 @@ class Run:
     """
 
     def __init__(self, given: LoopInput) -> None:
-        self._given, self._settings = given, given.settings
+        self._given = given
         self._world = World.current(ray.train.torch.get_device())
-        self._precision = MixedPrecision(given.settings.precision, self._world.device)
-        self._loop: TrainingLoop | None = None
-        self._agreement: Agreement | None = None
+        self._parts: Adoption | None = None
+        self._begun: tuple[TrainingLoop, Agreement] | None = None
         self._restored: dict[str, Any] | None = None
-        self._pending: EpochReport | None = None
+        self._pending: tuple[EpochReport, Decision] | None = None
         self._logged: dict[str, float] = {}
+        self._pass: object = None
         self._pass_open = self._pass_left = False
 
     def prepare(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        scheduler: lr_scheduler.LRScheduler | Sequence[lr_scheduler.LRScheduler] | None = None,
-        *,
-        data: Any = None,
+        self, model: torch.nn.Module, optimizer: Optimizers, scheduler: Schedulers = None, *, data: Any = None
     ) -> Run:
         """Take over the step and the data of a loop.
 
@@ -81,8 +68,8 @@ class Run:
             optimizer: Its optimizer, or several that step together.
             scheduler: Schedulers that the loop stepped once per optimizer step: they are stepped here from
                 now on, by rows. One that is stepped once per epoch stays with the loop.
-            data: A torch data set or DataLoader to train on; the trainer's ``datasets["train"]`` if left
-                out.
+            data: A torch data set or DataLoader to train on, the whole of it on every worker; the trainer's
+                ``datasets["train"]`` if left out.
 
         Returns:
             This run.
@@ -90,28 +77,17 @@ class Run:
         Raises:
             ConfigError: a model that is sharded or whose forward is a collective, data that cannot be picked
                 by row, parameters of several types.
+            RuntimeError: it was called before.
         """
-        self._model = plain_model(model)
-        self._store = self._open(data)
-        settings = self._settings
-        self._step = OptimizerStep(
-            self._model,
-            optimizer,
-            self._world,
-            self._precision,
-            clip_grad_norm=settings.clip_grad_norm,
-            on_nonfinite=settings.on_nonfinite,
-        )
-        per_pass = ScheduleProgress(self._store.num_rows, settings.reference_batch_size)
-        schedulers = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler else []
-        self._schedules = [Schedule(each, per_pass) for each in schedulers]
-        self._feed = IndexedFeed(
-            self._store,
-            rank=self._world.rank,
-            plan=settings.make_manager(self._world.size).plan,
-            seed=settings.seed,
-            shuffle=settings.shuffle,
-            device=self._world.device,
+        if self._parts is not None:
+            raise RuntimeError(
+                "prepare() a second time; allowed: once, with several optimizers as a list and several "
+                "models in a torch.nn.ModuleList"
+            )
+        settings = self._given.settings
+        store = open_rows(data, self._given.blocks, settings)
+        self._parts = Adoption.of(
+            settings, self._world, model=model, optimizers=optimizer, schedulers=scheduler, store=store
         )
         return self
 
@@ -122,15 +98,17 @@ class Run:
             This rank's part of each global batch, to be given to :meth:`step`; on every rank equally many.
             Leaving the loop early is fine where all ranks leave at the same step.
         """
-        loop = self._begin()
+        loop, _ = self._begin()
         self._settle()
         self._pass_open, self._pass_left = True, False
+        this = self._pass = object()
         exhausted = False
         try:
             yield from loop.batches()
             exhausted = True
         finally:  # also where the loop breaks out of it
-            self._pass_left = not exhausted
+            if self._pass is this:
+                self._pass_left = not exhausted
         self._close()
 
     def step(self, batch: StepBatch, loss_fn: LossFn) -> StepResult:
@@ -144,10 +122,15 @@ class Run:
 
         Returns:
             Loss and gradient norm of the whole step over all ranks, on the device.
+
+        Raises:
+            RuntimeError: no pass has begun.
         """
-        loop: Any = self._loop
-        result: StepResult = loop.step(batch, loss_fn)
-        return result
+        if self._begun is None:
+            raise RuntimeError(
+                "step() before batches(); allowed: for batch in run.batches(): run.step(batch, ...)"
+            )
+        return self._begun[0].step(batch, loss_fn)
 
     def log(self, **validation: float) -> None:
         """Hand in what validation gave, before the next pass: ``loss`` and any metric; rank 0's count."""
@@ -156,8 +139,9 @@ class Run:
     @property
     def epoch(self) -> int:
         """The pass to be trained next, from 0; after a resume the one it goes on with."""
-        if self._loop is not None:
-            return self._loop.progress.epoch + self._pass_open
+        if self._begun is not None:
+            progress = self._begun[0].progress
+            return progress.epoch + (self._pass_open and progress.steps_in_epoch > 0)
         if self._restored is None:
             return 0
         return int(self._restored["loop"]["progress"]["epoch"]) + bool(self._restored["pass_left"])
@@ -165,34 +149,33 @@ class Run:
     @property
     def plan(self) -> BatchPlan:
         """The sizes in force, from the first pass on."""
-        return self._began.decision.plan
+        return self._agreement.decision.plan
 
     @property
     def lr_scale(self) -> float:
         """The multiplier on the optimizer's LR in force, without warm-up."""
-        return self._began.decision.lr_scale
+        return self._agreement.decision.lr_scale
 
     @property
     def last_epoch(self) -> EpochReport | None:
         """What the pass just finished did."""
-        return self._pending
+        return self._pending[0] if self._pending else None
 
     def state_dict(self) -> dict[str, Any]:
         """What belongs into the loop's checkpoint, beside model, optimizer and scheduler: JSON-able.
 
         It may be taken on one rank alone, between any two steps.
         """
-        loop: Any = self._loop
-        if loop is None:
+        if self._begun is None or self._parts is None:
             return dict(self._restored or {})
+        loop, agreement = self._begun
+        pending = self._pending
         return {
             "loop": loop.state_dict(),
             "pass_left": self._pass_left,
-            "num_rows": self._store.num_rows,
-            "manager": self._began.state,
-            "schedules": [_counts(schedule) for schedule in self._schedules],
-            "scaler": self._precision.scaler.state_dict(),
-            "pending": self._pending.to_json() if self._pending else None,
+            "manager": agreement.state,
+            "parts": self._parts.state_dict(),
+            "pending": pending and {"report": pending[0].to_json(), "applied": pending[1].to_record()},
             "logged": dict(self._logged),
         }
 
@@ -202,107 +185,76 @@ class Run:
         Raises:
             RuntimeError: training has begun already.
         """
-        if self._loop is not None:
+        if self._begun is not None:
             raise RuntimeError("load_state_dict() after the first batch; allowed: before batches()")
         self._restored = dict(state) or None
 
     def finish(self) -> None:
         """Decide once more at the loop's end; the trainer does it."""
-        if self._loop is not None:
+        if self._begun is not None:
             self._settle()
 
     @property
-    def _began(self) -> Agreement:
-        if self._agreement is None:
+    def _agreement(self) -> Agreement:
+        if self._begun is None:
             raise RuntimeError("the run has not begun; allowed: after the first batches()")
-        return self._agreement
+        return self._begun[1]
 
-    def _begin(self) -> TrainingLoop:
+    def _begin(self) -> tuple[TrainingLoop, Agreement]:
         """On the first pass: every rank takes rank 0's weights, the coordinator starts the group."""
-        if self._loop is not None:
-            return self._loop
-        if not hasattr(self, "_step"):
+        if self._begun is not None:
+            return self._begun
+        if self._parts is None:
             raise RuntimeError(
                 "batches() before prepare(); allowed: ray_dynbs.prepare(model, optimizer) first"
             )
-        self._loop = TrainingLoop(
-            model=self._model,
-            step=self._step,
-            schedules=self._schedules,
-            feed=self._feed,
-            world=self._world,
-            seed=self._settings.seed,
-            warmup_epochs=self._settings.lr.warmup_epochs,
-        )
-        agreement = Agreement(
-            self._given.coordinator, self._world, metric=self._settings.metric.name, apply=self._loop.apply
-        )
-        self._agreement = agreement
-        agreement.notes += self._doubts()
-        if self._restored is not None:
-            self._restore(self._loop, self._restored)
-        agreement.start(self._store.num_rows, self._restored["manager"] if self._restored else None)
-        return self._loop
-
-    def _restore(self, loop: TrainingLoop, state: Mapping[str, Any]) -> None:
-        loop.load_state_dict(state["loop"])
-        progress = loop.progress
-        for schedule, counts in zip(self._schedules, state["schedules"], strict=True):
-            schedule.load_state_dict({**counts, "scheduler": None}, progress.epoch, progress.rows_in_epoch)
-        if state["scaler"]:
-            self._precision.scaler.load_state_dict(state["scaler"])
-        self._pending = EpochReport.from_json(state["pending"]) if state["pending"] else None
-        self._logged = dict(state["logged"])
-        self._pass_open = bool(state["pass_left"])
-
-    def _doubts(self) -> list[str]:
-        found = []
-        optimizer = type(self._step.optimizers[0]).__name__.lower()
-        doubt = LR_RULES[self._settings.lr.rule]().doubt(optimizer)
-        if doubt and optimizer in ("sgd", "adam", "adamw"):
-            found.append(doubt)
-        if ray.train.get_checkpoint() is not None and self._restored is None:
-            found.append(
-                "the loop went on from a checkpoint without run.load_state_dict(): batch size and data begin "
-                "anew"
-            )
-        return found
+        loop, saved = self._parts.make_loop(), self._restored
+        metric = self._given.settings.metric.name
+        agreement = Agreement(self._given.coordinator, self._world, metric=metric, apply=loop.apply)
+        agreement.notes += [*self._parts.doubts(), *restarted_without_state(saved)]
+        if saved is not None:
+            loop.load_state_dict(saved["loop"])
+            reference = saved["manager"]["reference_batch_size"]
+            agreement.notes += self._parts.load_state_dict(saved["parts"], loop, reference)
+            self._logged, self._pass_open = dict(saved["logged"]), bool(saved["pass_left"])
+            self._pending = _pending(saved["pending"])
+        agreement.start(self._parts.store.num_rows, saved["manager"] if saved else None)
+        self._begun = loop, agreement
+        return self._begun
 
     def _settle(self) -> None:
         """Close a pass that was left early, and make the decision that is due."""
+        loop, agreement = self._begin()
         if self._pass_open:
-            self._close()
-        if self._pending is not None:
-            loop: Any = self._loop
-            self._began.decide(self._pending, loop.progress, self._logged)
-            self._pending, self._logged = None, {}
+            if loop.progress.steps_in_epoch:
+                self._close()
+            self._pass_open = self._pass_left = False  # without a step it never began
+        if self._pending is None:
+            return
+        report, applied = self._pending
+        agreement.notes += [*loop.notes, *self._unlogged()]
+        loop.notes.clear()
+        for schedule in self._parts.schedules if self._parts else ():
+            schedule.after_epoch(self._logged.get("loss", report.totals.loss))
+        agreement.decide(report, loop.progress, self._logged, applied)
+        self._pending, self._logged = None, {}
+
+    def _unlogged(self) -> list[str]:
+        metric = self._given.settings.metric.name
+        if not self._logged or metric in self._logged:
+            return []
+        return [f"metric.name is {metric!r}, but run.log() was given {', '.join(sorted(self._logged))}"]
 
     def _close(self) -> None:
-        loop: Any = self._loop
-        self._pending = loop.finish_epoch()
+        loop, agreement = self._begin()
+        self._pending = loop.finish_epoch(), agreement.decision
         self._pass_open = self._pass_left = False
 
-    def _open(self, data: Any) -> RowStore:
-        """The rows to train on.
 
-        Raises:
-            ConfigError: there are none, or they cannot be picked by number.
-        """
-        if isinstance(data, DataLoader):
-            return DatasetStore.of_loader(data)
-        if data is not None:
-            return DatasetStore(data)
-        if self._given.blocks is None:
-            raise ConfigError(
-                "no training rows; allowed: datasets={'train': ...} for the trainer, or "
-                "prepare(..., data=a torch Dataset or DataLoader)"
-            )
-        return ColumnStore(fetch(self._given.blocks, self._settings.timeout_s), self._settings.columns)
-
-
-def _counts(schedule: Schedule) -> dict[str, Any]:
-    """A schedule's counts; the scheduler's own state is the loop's to save."""
-    return {key: value for key, value in schedule.state_dict().items() if key != "scheduler"}
+def _pending(saved: Mapping[str, Any] | None) -> tuple[EpochReport, Decision] | None:
+    if saved is None:
+        return None
+    return EpochReport.from_json(saved["report"]), Decision.from_record(saved["applied"])
 
 
 _current: list[Run] = []
@@ -320,11 +272,7 @@ def current_run() -> Run:
 
 
 def prepare(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    scheduler: lr_scheduler.LRScheduler | Sequence[lr_scheduler.LRScheduler] | None = None,
-    *,
-    data: Any = None,
+    model: torch.nn.Module, optimizer: Optimizers, scheduler: Schedulers = None, *, data: Any = None
 ) -> Run:
     """This worker's run, having taken over step and data of its loop: see :meth:`Run.prepare`."""
     return current_run().prepare(model, optimizer, scheduler, data=data)

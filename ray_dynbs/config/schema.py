@@ -281,6 +281,7 @@ class LoopSettings(Batching):
 
     shuffle: Shuffle = Field("window", description="order of the rows in a pass")
     columns: list[str] | None = Field(None, description="columns of the training data to read; all")
+    wait: bool = Field(False, description="the cluster may grow: do not refuse what it has no room for now")
     timeout_s: Timeout = Field(300.0, description="longest wait for the first rows")
 
 

@@ -39,6 +39,13 @@ def next_size(row: Row, decision: Decision | None) -> str:
     return f"{decision.plan.global_batch_size}: {'; '.join(decision.reasons)}"
 
 
+def short_reason(row: Row, decision: Decision | None) -> str:
+    """The same, the decisive reason first: a guard speaks after the policy that it holds."""
+    if decision is None or decision.plan.global_batch_size != row["global_batch_size"]:
+        return next_size(row, decision)
+    return f"{decision.plan.global_batch_size}: {'; '.join(reversed(decision.reasons))}"
+
+
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 

@@ -18,7 +18,7 @@ class History:
     """One run.
 
     Attributes:
-        name: Its directory's name.
+        name: Its directory's name; that of Ray Train's run for a loop of the user's own.
         config: The resolved configuration.
         epochs: Rows of ``epochs.parquet`` that count: of each epoch, the last incarnation's.
         decisions: The journal, lost work included.
@@ -67,9 +67,11 @@ def read_history(run: RunDirectory) -> History:
     if not rows:
         raise ConfigError(f"{run.uri}: no epoch has been finished yet")
     last = {row["epoch"]: row for row in sorted(rows, key=lambda row: row["incarnation"])}
+    config = yaml.safe_load(run.read_text(CONFIG))
     return History(
-        name=run.name,
-        config=yaml.safe_load(run.read_text(CONFIG)),
+        # The record of a user's own loop lies in a folder of Ray Train's run, whose name is in it.
+        name=run.name if "task" in config else config["name"],
+        config=config,
         epochs=tuple(last[epoch] for epoch in sorted(last)),
         decisions=tuple(decode_lines(run.read_text(DECISIONS))),
         num_lost=len(rows) - len(last),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
@@ -16,11 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ray_dynbs.core.decision import Decision
-from ray_dynbs.report.cells import COLUMNS, Restarts, Row, epoch_cells, metric_title, next_size
+from ray_dynbs.report.cells import COLUMNS, Restarts, Row, epoch_cells, metric_title, short_reason
 from ray_dynbs.report.lines import EpochLines
 
 NOTEBOOK_WIDTH = 140
-_NEEDS_WIDTH = {"micro x k": 100, "mem": 100, "noise": 100, "lr": 70, "samples/s": 70, "loss": 50}
+NARROW = 100
+_NEEDS_WIDTH = {"micro x k": NARROW, "mem": NARROW, "noise": NARROW, "lr": 70, "samples/s": 70, "loss": 50}
 """Columns left out where a line has fewer characters than that."""
 _SMALL_SCREEN_ROWS, _GAP = 5, 2
 
@@ -69,17 +70,16 @@ class RunTable:
         self._notes: list[str] = []
         self._restarts = Restarts()
         self._started = self._last = clock()
-        self._durations: list[float] = []
+        self._ends: deque[tuple[float, int]] = deque(maxlen=20)
         self._first_guess = 0.0
         self._done = 0
 
     def add(self, row: Row, notes: tuple[str, ...], decision: Decision | None) -> None:
         """An epoch has ended."""
         self._notes += self._restarts.notes(row, notes)
-        if self._rows:  # the first one's time holds the start of the workers
-            self._durations.append(self._clock() - self._last)
         self._first_guess = row["epoch_time_s"]
         self._last, self._done = self._clock(), row["epoch"] + 1
+        self._ends.append((self._last, self._done))
         self._rows.append((epoch_cells(row), _coloured(row, decision)))
 
     def render(self, width: int, height: int | None = None) -> Group:
@@ -111,7 +111,7 @@ class RunTable:
         table.add_column("next")
         for cells, decided in shown:
             reason = decided.copy()
-            if height is not None:  # one line each while it is redrawn; the whole reason at the end
+            if height is not None or width < NARROW:  # one line each; the rest is in the report
                 reason.truncate(max(room, 1), overflow="ellipsis")
             table.add_row(*(cells[name] for name in titles), reason)
         return table
@@ -126,9 +126,11 @@ class RunTable:
         if not self._rows:
             text += ", workers are starting" if elapsed < 60 else ", first epoch"
         elif self._done < self._epochs:
-            each = statistics.median(self._durations[-5:] or [self._first_guess])
+            (first_end, first), (last_end, last) = self._ends[0], self._ends[-1]
+            # The first epoch's end is the first to count from: before it lies the start of the workers.
+            each = (last_end - first_end) / (last - first) if last > first else self._first_guess
             left = max(each * (self._epochs - self._done) - (self._clock() - self._last), 0)
-            text += f", about {_duration(left)} left"
+            text += f", about {_duration(left)} left" if left >= 1 else ", nearly done"
         bar = ProgressBar(total=self._epochs, completed=self._done, width=min(30, width // 3))
         line.add_row(bar, Text(text))
         return line
@@ -204,7 +206,7 @@ class NotebookTable:
 
 
 def _coloured(row: Row, decision: Decision | None) -> Text:
-    text = Text(next_size(row, decision))
+    text = Text(short_reason(row, decision))
     if decision is None:
         text.stylize("yellow")
     elif decision.plan.global_batch_size != row["global_batch_size"]:

@@ -31,6 +31,16 @@ tr.change td { background: #eaf3fb; }
 tr.start td { background: #fdf3e1; }
 pre { background: #f7f7f7; padding: .8rem; border-radius: 8px; overflow-x: auto; font-size: .85rem; }
 .note { color: var(--soft); font-size: .9rem; }
+@media (max-width: 700px) {
+  .summary tr:first-child { display: none; }
+  .summary tr { display: block; margin-bottom: .8rem; }
+  .summary td { display: flex; justify-content: space-between; gap: 1rem; }
+  .summary td::before { content: attr(data-label); color: var(--soft); }
+  .decisions tr { display: flex; flex-wrap: wrap; border-bottom: 1px solid var(--line); }
+  .decisions th, .decisions td { flex: 1 1 0; padding: .2rem .3rem; border: 0; white-space: normal; }
+  .decisions th.text { display: none; }
+  .decisions td.text { flex-basis: 100%; min-width: 0; }
+}
 """
 
 
@@ -72,11 +82,17 @@ def _summary(histories: Sequence[History]) -> str:
             " → ".join(str(size) for size in sizes),
             "-" if best is None else f"{history.metric} {best:.4f}",
             f"{sum(row['epoch_time_s'] for row in epochs):,.1f} s",
-            f"{len(history.starts) - 1} ({history.num_lost} epochs repeated)",
+            _restarts(len(history.starts) - 1, history.num_lost),
         )
-        rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
+        labelled = zip(head, cells, strict=True)
+        row = "".join(f'<td data-label="{label}">{html.escape(cell)}</td>' for label, cell in labelled)
+        rows.append(f"<tr>{row}</tr>")
     header = "".join(f"<th>{name}</th>" for name in head)
-    return f'<div class="scroll"><table><tr>{header}</tr>{"".join(rows)}</table></div>'
+    return f'<div class="scroll"><table class="summary"><tr>{header}</tr>{"".join(rows)}</table></div>'
+
+
+def _restarts(restarts: int, repeated: int) -> str:
+    return f"{restarts} ({repeated} epoch{'' if repeated == 1 else 's'} repeated)" if restarts else "none"
 
 
 def _best(history: History) -> float | None:
@@ -97,7 +113,7 @@ def _decisions(history: History) -> str:
         f"<h2>Decisions of {html.escape(history.name)}</h2>"
         '<p class="note">Each line holds from there on. '
         "Blue: the batch changed. Yellow: a start or restart.</p>"
-        f'<div class="scroll"><table><tr>{header}</tr>{"".join(rows)}</table></div>'
+        f'<div class="scroll"><table class="decisions"><tr>{header}</tr>{"".join(rows)}</table></div>'
     )
 
 

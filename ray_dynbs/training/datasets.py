@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -43,6 +44,7 @@ class DatasetStore:
             )
         self._dataset, self._collate = dataset, collate_fn or default_collate
         self.num_rows = len(dataset)
+        self.notes: list[str] = []
         if self.num_rows < 1:
             raise ConfigError("data has no rows; allowed: at least 1")
 
@@ -53,14 +55,44 @@ class DatasetStore:
         Raises:
             ConfigError: it draws rows in a way of its own, which would be lost.
         """
-        sampler = getattr(loader.sampler, "sampler", loader.sampler)
-        if not isinstance(loader.dataset, IterableDataset) and not isinstance(sampler, _PLAIN_SAMPLERS):
-            raise ConfigError(
-                f"the DataLoader draws by {type(sampler).__name__}, which would be ignored: every row is "
-                "used once per pass; allowed: random or sequential order (weight rows in the loss instead)"
-            )
-        return cls(loader.dataset, loader.collate_fn)
+        if not isinstance(loader.dataset, IterableDataset):
+            _refuse_own_ways(loader)
+        store = cls(loader.dataset, loader.collate_fn)
+        ignored = {
+            "num_workers": loader.num_workers > 0,
+            "drop_last": bool(loader.drop_last),
+            "shuffle=False": isinstance(loader.sampler, SequentialSampler),
+        }
+        names = ", ".join(name for name, is_set in ignored.items() if is_set)
+        if names:
+            store.notes.append(f"of the DataLoader, {names} is not used: order and batches come from dynbs")
+        return store
 
     def gather(self, rows: npt.NDArray[np.int64]) -> Any:
         """The rows with these numbers, collated."""
         return self._collate([self._dataset[int(row)] for row in rows])
+
+
+def _refuse_own_ways(loader: DataLoader[Any]) -> None:
+    """Refuse a loader whose way of drawing rows would be lost: every row is used once per pass.
+
+    Raises:
+        ConfigError: names what draws.
+    """
+    sampler = getattr(loader.sampler, "sampler", loader.sampler)
+    own = None
+    if not isinstance(sampler, _PLAIN_SAMPLERS):
+        own = type(sampler).__name__
+    elif isinstance(sampler, RandomSampler) and (
+        sampler.replacement or sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
+    ):
+        own = f"RandomSampler(replacement={sampler.replacement}, num_samples={sampler.num_samples})"
+    elif loader.batch_sampler is None:
+        own = "batch_size=None"
+    elif type(loader.batch_sampler) is not BatchSampler:
+        own = type(loader.batch_sampler).__name__
+    if own is not None:
+        raise ConfigError(
+            f"the DataLoader draws by {own}, which would be ignored: every row is used once per pass; "
+            "allowed: random or sequential order (weight rows in the loss instead)"
+        )

@@ -40,6 +40,8 @@ class StepBatch:
         mine: Numbers of this rank's rows, one array per micro-batch; none where there are fewer rows than
             ranks.
         gather: Makes a batch on this rank's device out of row numbers.
+
+    ``drawn`` counts the rows really gathered for it.
     """
 
     def __init__(
@@ -57,13 +59,12 @@ class StepBatch:
             self.drawn += len(rows)
             yield batch
 
-    def probe(self, most: int) -> tuple[Any, Any, Any] | None:
-        """Up to ``most`` of its rows as one batch, and again in two halves; ``None`` below two rows."""
-        rows = np.concatenate(self._mine)[:most] if self._mine else np.empty(0, np.int64)
-        if len(rows) < 2:
-            return None
+    def probe(self, most: int) -> Iterator[Any]:
+        """Up to ``most`` of its rows as one batch, as one again, and in two halves; needs two rows."""
+        rows = np.concatenate(self._mine)[:most]
         half = len(rows) // 2
-        return self._gather(rows), self._gather(rows[:half]), self._gather(rows[half:])
+        for piece in (rows, rows, rows[:half], rows[half:]):
+            yield self._gather(piece)
 
 
 class IndexedFeed:
@@ -90,7 +91,6 @@ class IndexedFeed:
     ) -> None:
         self._store, self._rank, self._plan = store, rank, plan
         self._seed, self._shuffle, self._device = seed, shuffle, device
-        self.rows_drawn = 0
 
     @property
     def num_rows(self) -> int:
@@ -105,7 +105,7 @@ class IndexedFeed:
         """The steps of one pass, from its ``first_row``-th row on.
 
         Yields:
-            This rank's part of each step. ``rows_drawn`` counts the rows really gathered.
+            This rank's part of each step.
         """
         order = epoch_order(self.num_rows, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         position = first_row
@@ -114,11 +114,7 @@ class IndexedFeed:
             rows = plan.step_rows(self.num_rows - position)
             indices = order[position : position + rows]
             mine = [indices[piece.start : piece.stop] for piece in plan.micro_batches(rows, self._rank)]
-            batch = StepBatch(rows, position, plan, mine=mine, gather=self._gather)
-            try:
-                yield batch
-            finally:  # also where the pass is left early
-                self.rows_drawn += batch.drawn
+            yield StepBatch(rows, position, plan, mine=mine, gather=self._gather)
             position += rows
 
     def _gather(self, rows: Rows) -> Any:

@@ -11,7 +11,7 @@ costs the overlap of communication and computation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -23,27 +23,29 @@ TAIL = 2
 
 
 class FlatGradients:
-    """The gradients of one step, of all trainable parameters.
+    """The gradients of one step, of all parameters that are trained.
 
     Args:
-        parameters: The model's parameters; frozen ones are ignored. All trainable ones must share
-            one device and one floating dtype of at least 32 bits.
+        parameters: The model's parameters.
+        optimizers: Those that train them: what no optimizer holds, or what is frozen, is left out. Both are
+            looked at in every step, so that layers may be frozen and thawed on the way.
 
     Raises:
-        ConfigError: no trainable parameter, or several devices or dtypes.
+        ConfigError: no parameter is trained, or they have several devices or dtypes, or less than 32 bits.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self.parameters = [p for p in parameters if p.requires_grad]
-        kinds = sorted({f"{p.dtype} on {p.device}" for p in self.parameters})
-        if len(kinds) != 1:
-            raise ConfigError(f"trainable parameters are {kinds or 'none'}; allowed: one dtype on one device")
-        first = self.parameters[0]
-        if first.dtype not in (torch.float32, torch.float64):
-            raise ConfigError(
-                f"trainable parameters are {first.dtype}; allowed: float32 or float64 (for half "
-                "precision keep float32 weights and set precision: bf16 or fp16)"
-            )
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._all, self._optimizers = list(parameters), optimizers
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        held = {id(p) for optimizer in self._optimizers for p in _parameters(optimizer)}
+        self._layout = self._present_layout()
+        self.parameters = [p for p in self._all if p.requires_grad and id(p) in held]
+        self._others = [p for p in self._all if not (p.requires_grad and id(p) in held)]
+        first = self._check_kinds()
         num_params = sum(p.numel() for p in self.parameters)
         self._buffer = torch.zeros(num_params + TAIL, dtype=first.dtype, device=first.device)
         self.flat = self._buffer[:num_params]
@@ -54,12 +56,37 @@ class FlatGradients:
             self._views.append(self.flat[offset : offset + p.numel()].view_as(p))
             offset += p.numel()
 
+    def _check_kinds(self) -> torch.nn.Parameter:
+        """See that one buffer can hold them all; returns one of them.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        kinds = sorted({f"{p.dtype} on {p.device}" for p in self.parameters})
+        if len(kinds) != 1:
+            raise ConfigError(f"trainable parameters are {kinds or 'none'}; allowed: one dtype on one device")
+        first = self.parameters[0]
+        if first.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(
+                f"trainable parameters are {first.dtype}; allowed: float32 or float64 (for half "
+                "precision keep float32 weights and set precision: bf16 or fp16)"
+            )
+        return first
+
+    def _present_layout(self) -> tuple[list[bool], int]:
+        sizes = [len(group["params"]) for o in self._optimizers for group in o.param_groups]
+        return [p.requires_grad for p in self._all], sum(sizes)
+
     def zero(self) -> None:
         """Start a step: everything zero, ``p.grad`` attached to the buffer again if it was replaced."""
+        if self._present_layout() != self._layout:
+            self._lay_out()
         self._buffer.zero_()
         for p, view in zip(self.parameters, self._views, strict=True):
             if p.grad is not view:
                 p.grad = view
+        for p in self._others:
+            p.grad = None
 
     def add_loss(self, loss_sum: torch.Tensor, weight: torch.Tensor | float) -> None:
         """Add one micro-batch's loss sum and weight; no host synchronisation."""
@@ -87,3 +114,7 @@ class FlatGradients:
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:
         """Scale down to ``max_norm`` where ``norm`` exceeds it, as ``clip_grad_norm_`` does."""
         self.flat.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -123,9 +123,11 @@ class TrainingLoop:
         self._lr_scale, self._plan_version = 1.0, 0
         self._last_lr, self._last_scale = base_lr(step.optimizers[0]), 1.0
         self._current: StepBatch | None = None
-        self._drawn_before = self._drawn_before_restart = 0
-        self._started = self._looked = time.perf_counter()
+        self._pass: object = None
+        self._drawn = 0
+        self._started = self._looked = self._ended = time.perf_counter()
         self._probed = False
+        self.notes: list[str] = []
         self.progress = progress or Progress()
         for tensor in [*model.parameters(), *model.buffers()]:
             world.broadcast_(tensor.data)
@@ -159,14 +161,18 @@ class TrainingLoop:
             This rank's part of each step; on every rank equally many.
 
         Raises:
-            RuntimeError: a batch was not given to ``step``, so that its rows were not used.
+            RuntimeError: a batch was not given to ``step``, so that its rows were not used; or another pass
+                has begun meanwhile.
         """
         progress = self.progress
-        self._started, self._drawn_before = time.perf_counter(), self._feed.rows_drawn
+        self._started = self._ended = time.perf_counter()
+        this = self._pass = object()
         seed_everything(self._seed, progress.epoch, self._world.rank)
         for batch in self._feed.epoch(progress.epoch, progress.rows_in_epoch):
             self._current = batch
             yield batch
+            if self._pass is not this:
+                raise RuntimeError("another pass has begun; allowed: one iteration over batches() at a time")
             if self._current is not None:
                 raise RuntimeError("a batch was not trained on; allowed: step() exactly once for every batch")
 
@@ -186,7 +192,8 @@ class TrainingLoop:
         scale = warmed_scale(self._lr_scale, seen, self._warmup_epochs)
         self._last_lr, self._last_scale = base_lr(self._step.optimizers[0]) * scale, scale
         result = self._step.run(batch.micro_batches(), loss_fn, rows=batch.rows, lr_scale=scale)
-        self._current = None
+        self._current, self._ended = None, time.perf_counter()
+        self._drawn += batch.drawn
         progress.step += 1
         progress.samples_seen += batch.rows
         progress.skipped_steps += not result.applied
@@ -198,6 +205,11 @@ class TrainingLoop:
         self._look_for_spoilt_weights()
         return result
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every row of the pass has been used."""
+        return self.progress.rows_in_epoch >= self._feed.num_rows
+
     def finish_epoch(self) -> EpochReport:
         """Close the pass, whether all its rows were used or not: every rank at the same step.
 
@@ -208,9 +220,12 @@ class TrainingLoop:
         progress, self._current = self.progress, None
         totals = self._stats.take()  # waits for the device, so the time below is the real one
         self._refuse_spoilt_weights(totals)
-        drawn = self._feed.rows_drawn - self._drawn_before + self._drawn_before_restart
-        seconds = time.perf_counter() - self._started + progress.time_in_epoch_s
-        rows, slowest, fullest = self._reduce(drawn, seconds)
+        if not self.is_complete:
+            for schedule in self._schedules:
+                schedule.leave(progress.epoch, progress.rows_in_epoch)
+        ended = time.perf_counter() if self.is_complete else self._ended
+        seconds = ended - self._started + progress.time_in_epoch_s
+        rows, slowest, fullest = self._reduce(self._drawn, seconds)
         report = EpochReport(
             epoch=progress.epoch,
             plan_version=self._plan_version,
@@ -223,7 +238,7 @@ class TrainingLoop:
             epoch_time_s=slowest,
         )
         progress.epoch += 1
-        progress.rows_in_epoch = progress.steps_in_epoch = self._drawn_before_restart = 0
+        progress.rows_in_epoch = progress.steps_in_epoch = self._drawn = 0
         progress.time_in_epoch_s = 0.0
         return report
 
@@ -231,7 +246,7 @@ class TrainingLoop:
         """Position and measurements, JSON-able, between any two steps."""
         progress = self.progress.to_json()
         if self.progress.rows_in_epoch:
-            progress["time_in_epoch_s"] += time.perf_counter() - self._started
+            progress["time_in_epoch_s"] += self._ended - self._started
         return {
             "progress": progress,
             "stats": self._stats.state_dict(),
@@ -244,17 +259,22 @@ class TrainingLoop:
         self.progress = Progress(**state["progress"])
         self._stats.load_state_dict(state["stats"])
         self._last_lr, self._last_scale = state["last_lr"], state["last_scale"]
-        # By all ranks: counted once.
-        self._drawn_before_restart = self.progress.rows_in_epoch if self._world.rank == 0 else 0
+        # Drawn before the restart, by all ranks: counted once.
+        self._drawn = self.progress.rows_in_epoch if self._world.rank == 0 else 0
+        self._started = self._ended = time.perf_counter()
 
     def _probe(self, batch: StepBatch, loss_fn: LossFn) -> None:
-        """Once per process, on rank 0: is the loss a sum?"""
-        if self._probed or self._world.rank != 0:
+        """Once per process: is the loss a sum?
+
+        On all ranks alike, as soon as each has two rows: a loss may hold a collective of its own.
+        """
+        most = min(PROBE_ROWS, batch.plan.micro_batch_size)
+        if self._probed or most < 2 or batch.rows // self._world.size < 2:
             return
         self._probed = True
-        rows = batch.probe(min(PROBE_ROWS, batch.plan.micro_batch_size))
-        if rows is not None:
-            check_loss_is_sum(loss_fn, rows, self._model)
+        doubt = check_loss_is_sum(loss_fn, batch.probe(most), self._model, self._step.autocast())
+        if doubt is not None:
+            self.notes.append(f"whether the loss is a sum could not be told: {doubt}")
 
     def _look_for_spoilt_weights(self) -> None:
         """Every step where that is free, else now and then, so that no hours are lost.

@@ -100,6 +100,7 @@ class Schedule:
         self._needs_loss = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
         self._per_epoch = per_epoch or self._needs_loss
         self._count = self._skipped = self._offset = 0
+        self._last_seen: int | None = None
 
     def after_step(self, epoch: int, rows_in_epoch: int, *, applied: bool) -> None:
         """Catch up with the rows used so far; steps of any size advance it to the same place.
@@ -118,6 +119,15 @@ class Schedule:
         while self._count < due:
             self._step()
 
+    def leave(self, epoch: int, rows_in_epoch: int) -> None:
+        """A pass was left early: the next one goes on from the count reached."""
+        if not self._per_epoch:
+            self._offset -= self._progress.count(epoch + 1, 0) - self._progress.count(epoch, rows_in_epoch)
+
+    def plan_by(self, progress: ScheduleProgress) -> None:
+        """Count by other rows or another reference batch from now on; before :meth:`load_state_dict`."""
+        self._progress = progress
+
     def after_epoch(self, loss: float | None) -> None:
         """One step of a per-epoch scheduler; ``loss`` is what ``ReduceLROnPlateau`` watches."""
         if self.scheduler is None or not self._per_epoch:
@@ -128,8 +138,21 @@ class Schedule:
             self.scheduler.step(loss)  # type: ignore[arg-type]  # torch types it as an epoch number
 
     def _step(self) -> None:
-        if self.scheduler is not None and (self.planned_steps is None or self._count < self.planned_steps):
-            self.scheduler.step()
+        """One step of the scheduler, unless it has reached its end.
+
+        Raises:
+            RuntimeError: somebody else steps it too.
+        """
+        scheduler = self.scheduler
+        if scheduler is not None and (self.planned_steps is None or self._count < self.planned_steps):
+            if self._last_seen is not None and scheduler.last_epoch != self._last_seen:
+                raise RuntimeError(
+                    f"{type(scheduler).__name__} was stepped from elsewhere (its count is "
+                    f"{scheduler.last_epoch}, expected {self._last_seen}); allowed: either scheduler.step() "
+                    "in the loop, once per epoch, or the scheduler given to prepare()"
+                )
+            scheduler.step()
+            self._last_seen = scheduler.last_epoch
         self._count += 1
 
     def state_dict(self) -> dict[str, Any]:

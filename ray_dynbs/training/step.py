@@ -90,7 +90,7 @@ class OptimizerStep:
         self._world = world
         self._precision = precision
         self._clip_grad_norm = clip_grad_norm
-        self.gradients = FlatGradients(model.parameters())
+        self.gradients = FlatGradients(model.parameters(), self.optimizers)
         known = {id(p) for p in model.parameters()}
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         if any(id(p) not in known for group in groups for p in group["params"]):
@@ -102,6 +102,10 @@ class OptimizerStep:
     def skips_nonfinite(self) -> bool:
         """Whether a step that is not finite leaves the weights alone (fp16's scaler sees to that too)."""
         return self._skips or self._precision.scaler.is_enabled()
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """The context of the forward."""
+        return self._precision.autocast()
 
     def run(
         self, micro_batches: Iterable[Batch], loss_fn: LossFn, *, rows: int, lr_scale: float
@@ -121,6 +125,8 @@ class OptimizerStep:
                 result = loss_fn(micro_batch)
             loss_sum, weight = sum_and_weight(result)
             outputs += result[2:]
+            if _is_known_zero(weight):
+                continue  # nothing to learn from, and a mean over nothing is NaN
             self._precision.scaler.scale(loss_sum / rows).backward()
             self.gradients.add_loss(loss_sum, weight)
         loss_sum, weight = self.gradients.reduce(self._world)
@@ -143,7 +149,9 @@ class OptimizerStep:
     def _apply(self, lr_scale: float, finite_if_sound: torch.Tensor) -> bool:
         """Step the optimizers, unless the step is left out; all ranks hold the same numbers and agree."""
         scaler = self._precision.scaler
-        if self._skips and not scaler.is_enabled() and not bool(torch.isfinite(finite_if_sound)):
+        finite = not self.skips_nonfinite or bool(torch.isfinite(finite_if_sound))
+        if not finite:  # for all optimizers alike; the scaler has seen it too, and lowers its scale
+            scaler.update()
             return False
         before = scaler.get_scale() if scaler.is_enabled() else 1.0
         with contextlib.ExitStack() as scaled:
@@ -153,6 +161,11 @@ class OptimizerStep:
                 scaler.step(optimizer)
         scaler.update()
         return not scaler.is_enabled() or scaler.get_scale() >= before > 0
+
+
+def _is_known_zero(weight: Any) -> bool:
+    """Whether a weight is 0, as far as that can be told without waiting for a device."""
+    return not (isinstance(weight, torch.Tensor) and weight.device.type != "cpu") and float(weight) == 0
 
 
 def sum_and_weight(result: Any) -> tuple[torch.Tensor, Any]:

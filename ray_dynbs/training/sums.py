@@ -8,9 +8,11 @@ size of the micro-batch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from ray_dynbs.core.errors import ConfigError
@@ -23,32 +25,41 @@ Pair = tuple[float, float]
 
 
 def check_loss_is_sum(
-    loss_fn: Callable[[Any], Any], batches: tuple[Any, Any, Any], model: torch.nn.Module
-) -> None:
-    """Evaluate a loss on a batch and on its two halves, leaving no trace, and compare.
+    loss_fn: Callable[[Any], Any], batches: Iterable[Any], model: torch.nn.Module, autocast: Any = None
+) -> str | None:
+    """Evaluate a loss on a batch, twice, and on its two halves, leaving no trace, and compare.
 
-    The model is in evaluation mode meanwhile, so that dropout and BatchNorm do not disturb; where that
-    raises, as some models do, nothing is checked.
+    The model is in evaluation mode meanwhile, so that dropout and BatchNorm do not disturb.
 
     Args:
         loss_fn: Loss sum and weight of a batch.
-        batches: The same rows as one batch and as two.
+        batches: The same rows as one batch, as one again, and as two; may be gathered while iterating.
         model: What the loss calls.
+        autocast: Context for the forward, if any.
+
+    Returns:
+        Why nothing could be told: the loss raises in evaluation mode, or does not repeat itself (random
+        masks, say); ``None`` where it is a sum.
 
     Raises:
         ConfigError: sum or weight do not add up; says how to mend it.
     """
-    found = []
+    found: list[Pair] = []
     with untouched(model):
         try:
             for batch in batches:
-                loss_sum, weight = sum_and_weight(loss_fn(batch))
+                with autocast or contextlib.nullcontext():
+                    loss_sum, weight = sum_and_weight(loss_fn(batch))
                 found.append((float(loss_sum), float(weight)))
         except ConfigError:
             raise
-        except Exception:  # noqa: BLE001  # the real step raises it again, where it belongs
-            return
-    refuse_mean("loss", *found)
+        except Exception as error:  # noqa: BLE001  # the real step raises it again, where it belongs
+            return f"in evaluation mode it raises {type(error).__name__}"
+    whole, again, *halves = found
+    if whole != again:
+        return "it does not repeat itself on the same rows"
+    refuse_mean("loss", whole, *halves)
+    return None
 
 
 def refuse_mean(what: str, whole: Pair, first: Pair, second: Pair) -> None:
@@ -78,13 +89,23 @@ def _differ(found: float, expected: float) -> bool:
 
 @contextlib.contextmanager
 def untouched(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluate inside: no gradients, evaluation mode; modes and random numbers are as before afterwards."""
+    """Evaluate inside, without gradients; modes, buffers and random numbers are as before afterwards.
+
+    The mode is set as an attribute: ``model.eval()`` may be the user's own and do more (merge adapters, say).
+    """
     modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+    others = random.getstate(), np.random.get_state()  # noqa: NPY002  # the one users' data sets draw from
     with torch.random.fork_rng(devices=[] if device is None else [device]), torch.no_grad():
-        model.eval()
+        for module, _ in modes:
+            module.training = False
         try:
             yield
         finally:
             for module, mode in modes:
                 module.training = mode
+            for buffer, value in buffers:
+                buffer.copy_(value)
+            random.setstate(others[0])
+            np.random.set_state(others[1])  # noqa: NPY002

@@ -78,7 +78,7 @@ def test_sigterm_is_taken_as_ctrl_c(start: Any, tmp_path: Path) -> None:
     command.wait_for("hold")
     command.process.terminate()
     assert command.wait(120) == 130, command.text
-    assert "interrupted; go on with: --resume" in command.text
+    assert "interrupted; go on with: ray-dynbs train " in command.text
     assert "SIGTERM received" not in command.text
     assert command.survivors() == []
 

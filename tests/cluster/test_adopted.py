@@ -169,11 +169,11 @@ def test_the_readmes_loop_changes_ten_lines_and_no_loss(tmp_path: Path) -> None:
         assert "prepare_model(model)" in script
         assert "num_workers=2" in script
     swapped = [
-        script.replace("prepare_model(model)", "prepare_model(model.double())").replace(
-            "num_workers=2", "num_workers=1"
-        )
-        for script in (before, after)
+        script.replace("prepare_model(model)", "prepare_model(model.double())") for script in (before, after)
     ]
+    swapped = [script.replace("num_workers=2", "num_workers=1") for script in swapped]
+    assert "(batch_size=16)" in before
+    swapped[0] = swapped[0].replace("(batch_size=16)", "(batch_size=32)")  # of which there is one worker now
     fixed = 'dynbs={"policy": {"name": "fixed"}, "shuffle": "none"}'
     swapped[1] = re.sub(r"dynbs=\{.*\}", fixed, swapped[1])
     old = run_script(swapped[0], tmp_path / "before")

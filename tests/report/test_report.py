@@ -123,7 +123,7 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(tmp_path: Path) -> Non
     text = text_of(page)
     for words in ("Global batch size", "Learning rate", "Loss", "Validation accuracy", "Gradient norm",
                   "Throughput", "Memory in use", "restart from version 1 with 1 ranks", "grad_norm_high",
-                  "accuracy 0.9000", "32 → 64", "1 (1 epochs repeated)"):  # fmt: skip
+                  "accuracy 0.9000", "32 → 64", "1 (1 epoch repeated)"):  # fmt: skip
         assert words in text, words
     for fetched in re.findall(r'(?:src|href)="([^"]*)"', page):
         assert fetched.startswith(("#", "data:")), fetched

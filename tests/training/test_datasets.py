@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -36,6 +38,11 @@ class Ragged(Dataset[torch.Tensor]):
 
 def flat(rows: list[torch.Tensor]) -> dict[str, Any]:
     return {"values": torch.cat(rows), "lengths": torch.tensor([len(row) for row in rows])}
+
+
+class ByLength(BatchSampler):
+    def __init__(self) -> None:
+        super().__init__(range(13), 4, False)
 
 
 class Stream(IterableDataset[int]):
@@ -65,6 +72,12 @@ def test_tuples_and_torchs_own_collate_work() -> None:
     assert (first.tolist(), second.tolist()) == ([3, 1], [6, 2])
 
 
+def test_what_a_loader_asks_for_and_does_not_get_is_said() -> None:
+    loader = DataLoader(Ragged(), batch_size=4, num_workers=2, drop_last=True, collate_fn=flat)
+    (note,) = DatasetStore.of_loader(loader).notes
+    assert note.startswith("of the DataLoader, num_workers, drop_last, shuffle=False is not used")
+
+
 def test_a_distributed_sampler_is_what_prepare_data_loader_adds() -> None:
     data = TensorDataset(torch.arange(7))
     loader = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=1))
@@ -76,6 +89,14 @@ def test_a_distributed_sampler_is_what_prepare_data_loader_adds() -> None:
     [
         (lambda: DatasetStore(Stream()), "Stream, whose rows cannot be picked by number; allowed: a torch"),
         (lambda: DatasetStore.of_loader(DataLoader(Stream())), "cannot be picked by number"),
+        (
+            lambda: DatasetStore.of_loader(
+                DataLoader(Ragged(), sampler=RandomSampler(Ragged(), replacement=True, num_samples=40))
+            ),
+            r"RandomSampler\(replacement=True, num_samples=40\), which would be ignored",
+        ),
+        (lambda: DatasetStore.of_loader(DataLoader(Ragged(), batch_size=None)), "draws by batch_size=None"),
+        (lambda: DatasetStore.of_loader(DataLoader(Ragged(), batch_sampler=ByLength())), "draws by ByLength"),
         (lambda: DatasetStore(TensorDataset(torch.empty(0, 2))), "no rows; allowed: at least 1"),
         (
             lambda: DatasetStore.of_loader(

@@ -31,9 +31,9 @@ def rows_by_step(
             pieces = list(step.micro_batches())
             assert all(len(piece["row"]) <= step.plan.micro_batch_size for piece in pieces)
             rows = [row for piece in pieces for row in piece["row"].tolist()]
+            assert step.drawn == len(rows)
             steps.append((step.rows, rows))
             feed.set_plan(plans[min(index + 1, len(plans) - 1)])
-        assert feed.rows_drawn == sum(len(rows) for _, rows in steps)
         by_rank.append(steps)
     assert len({len(steps) for steps in by_rank}) == 1, "ranks took different numbers of steps"
     for at_step in zip(*by_rank, strict=True):

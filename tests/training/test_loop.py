@@ -24,6 +24,7 @@ from tests.support import flat_weights, run_ranks, small_model, squared_error, t
 
 CPU = torch.device("cpu")
 WHOLE = table(30)
+BATCH = ColumnStore([WHOLE]).gather(np.arange(30))
 
 
 def build(
@@ -193,6 +194,116 @@ def test_optimizer_parameters_have_to_be_the_models() -> None:
             World.current(),
             MixedPrecision("fp64", CPU),
         )
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_layers_may_be_thawed_and_frozen_on_the_way(scaled: bool) -> None:
+    """Also where the optimizer learns of them only then; a plain loop is the measure."""
+
+    def train(step_of: Any) -> np.ndarray:
+        model = small_model()
+        for parameter in model[0].parameters():
+            parameter.requires_grad_(False)
+        first = list((model if scaled else model[2]).parameters())
+        optimizer = torch.optim.AdamW(first, lr=0.05)
+        take = step_of(model, optimizer)
+        for number in range(9):
+            if number == 3:
+                for parameter in model[0].parameters():
+                    parameter.requires_grad_(True)
+                if not scaled:
+                    optimizer.add_param_group({"params": list(model[0].parameters())})
+            if number == 6:
+                model[2].bias.requires_grad_(False)
+            take({name: tensor[number * 3 : number * 3 + 3] for name, tensor in BATCH.items()})
+        return flat_weights(model)
+
+    def ours(model: Any, optimizer: Any) -> Any:
+        step = OptimizerStep(model, optimizer, World.current(), MixedPrecision("fp64", CPU))
+        return lambda rows: step.run([rows], squared_error(model), rows=3, lr_scale=1.0)
+
+    def plain(model: Any, optimizer: Any) -> Any:
+        def take(rows: Any) -> None:
+            optimizer.zero_grad()
+            loss_sum, weight = squared_error(model)(rows)
+            (loss_sum / weight).backward()
+            optimizer.step()
+
+        return take
+
+    np.testing.assert_allclose(train(ours), train(plain), rtol=1e-10)
+
+
+def test_micro_batches_without_weight_teach_nothing_and_spoil_nothing() -> None:
+    """A mean over no token times zero is NaN; a sum of nothing has no gradient at all."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = OptimizerStep(model, optimizer, World.current(), MixedPrecision("fp64", CPU))
+    loss = squared_error(model)
+    empty = [
+        (loss(BATCH)[0] * float("nan"), 0),
+        (torch.zeros(()), torch.tensor(0)),
+    ]
+    results = iter([empty[0], loss({name: rows[:4] for name, rows in BATCH.items()}), empty[1]])
+    result = step.run([None] * 3, lambda _: next(results), rows=4, lr_scale=1.0)
+    assert torch.isfinite(result.loss)
+    assert torch.isfinite(result.grad_norm)
+    assert result.grad_norm > 0
+
+
+def test_fp16_unscales_what_it_measures_and_skips_for_all_optimizers_alike() -> None:
+    model = small_model(torch.float32)
+    optimizers = [
+        torch.optim.SGD(model[0].parameters(), lr=0.05),
+        torch.optim.SGD(model[2].parameters(), lr=0.05),
+    ]
+    rows = {name: tensor[:6].float() if name != "row" else tensor for name, tensor in BATCH.items()}
+    norms = []
+    for name, held in (("fp32", optimizers), ("fp16", optimizers), ("fp16", optimizers[:1])):
+        precision = MixedPrecision(name, CPU)  # type: ignore[arg-type]
+        precision.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=name == "fp16")
+        step = OptimizerStep(model, held, World.current(), precision)
+        norms.append(step.run([rows], squared_error(model), rows=6, lr_scale=0.0).grad_norm.item())
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)
+    assert norms[2] < norms[1]
+    # An overflow in the second optimizer's gradients only.
+    step = OptimizerStep(model, optimizers, World.current(), MixedPrecision("fp16", CPU))
+    before = flat_weights(model)
+    model[2].bias.register_hook(lambda grad: grad * float("inf"))
+    result = step.run([rows], squared_error(model), rows=6, lr_scale=1.0)
+    assert not result.applied
+    np.testing.assert_array_equal(flat_weights(model), before)
+    assert step._precision.scaler.get_scale() == 65536.0 / 2
+
+
+def test_a_schedule_goes_on_from_where_a_pass_was_left() -> None:
+    model, loop, scheduler = build()
+    for _ in range(3):
+        for batch in loop.batches():
+            loop.step(batch, squared_error(model))
+            if batch.first_row == 10:
+                break
+        loop.finish_epoch()
+    assert scheduler.last_epoch == 6
+
+
+def test_a_scheduler_stepped_twice_is_noticed() -> None:
+    model, loop, scheduler = build()
+    batches = loop.batches()
+    loop.step(next(batches), squared_error(model))
+    scheduler.step()
+    with pytest.raises(RuntimeError, match=r"stepped from elsewhere.*allowed: either scheduler\.step"):
+        loop.step(next(batches), squared_error(model))
+
+
+def test_only_one_iteration_at_a_time() -> None:
+    model, loop, _ = build()
+    outer = loop.batches()
+    loop.step(next(outer), squared_error(model))
+    inner = loop.batches()
+    loop.step(next(inner), squared_error(model))
+    with pytest.raises(RuntimeError, match="one iteration over batches"):
+        next(outer)
 
 
 def test_leaving_a_pass_early_counts_the_rows_really_used() -> None:

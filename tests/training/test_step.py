@@ -91,7 +91,7 @@ def test_the_norm_is_measured_before_clipping() -> None:
 def test_gradients_survive_zero_grad_and_frozen_parameters() -> None:
     model = small_model(torch.float32)
     model[0].bias.requires_grad_(False)
-    gradients = FlatGradients(model.parameters())
+    gradients = FlatGradients(model.parameters(), [torch.optim.SGD(model.parameters(), lr=0.1)])
     assert gradients.flat.numel() == sum(p.numel() for p in model.parameters() if p.requires_grad)
     for _ in range(2):
         gradients.zero()
@@ -236,7 +236,7 @@ def test_layers_whose_forward_is_a_collective_are_refused() -> None:
 @pytest.mark.parametrize("model", [nn.Linear(2, 2).half(), nn.Linear(2, 2).requires_grad_(False)])
 def test_parameters_that_do_not_fit_one_buffer_are_refused(model: nn.Module) -> None:
     with pytest.raises(ConfigError, match="allowed: "):
-        FlatGradients(model.parameters())
+        FlatGradients(model.parameters(), [torch.optim.SGD(model.parameters(), lr=0.1)])
 
 
 def evaluate_share(rows_by_rank: list[int]) -> dict[str, float]:

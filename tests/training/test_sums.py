@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,16 +17,16 @@ from torch import nn
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.training.sums import check_loss_is_sum, refuse_mean
-from tests.support import squared_error, table, training_loop
+from tests.support import run_ranks, squared_error, table, training_loop
 
 ROWS = torch.randn(16, 5, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(16) % 3
 
 
-def probe(loss: Any, model: nn.Module | None = None) -> None:
+def probe(loss: Any, model: nn.Module | None = None) -> str | None:
     model = model or nn.Linear(5, 3)
-    pieces = [{"x": ROWS[a:b], "y": LABELS[a:b]} for a, b in ((0, 16), (0, 8), (8, 16))]
-    check_loss_is_sum(lambda batch: loss(model, batch), tuple(pieces), model)  # type: ignore[arg-type]
+    pieces = [{"x": ROWS[a:b], "y": LABELS[a:b]} for a, b in ((0, 16), (0, 16), (0, 8), (8, 16))]
+    return check_loss_is_sum(lambda batch: loss(model, batch), pieces, model)
 
 
 def entropy(model: Any, batch: Any, **options: Any) -> torch.Tensor:
@@ -60,7 +63,7 @@ MEANS = {
 
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_pass(name: str) -> None:
-    probe(SUMS[name])
+    assert probe(SUMS[name]) is None
 
 
 @pytest.mark.parametrize("name", MEANS)
@@ -91,7 +94,66 @@ def test_a_loss_that_fails_in_evaluation_mode_is_left_to_the_step() -> None:
             raise ValueError("in eval mode this model returns boxes")
         return entropy(model, batch), 1
 
-    probe(detector)
+    assert probe(detector) == "in evaluation mode it raises ValueError"
+
+
+def test_random_masks_are_not_taken_for_a_wrong_weight() -> None:
+    """As masked language models draw them: other tokens count at every call."""
+
+    def masked(model: Any, batch: Any) -> Any:
+        mask = torch.rand(len(batch["y"])) < 0.5
+        return (entropy(model, batch, reduction="none") * mask).sum(), mask.sum()
+
+    assert probe(masked) == "it does not repeat itself on the same rows"
+
+
+def test_the_probe_undoes_what_forwards_do() -> None:
+    """Buffers, numpy's and Python's random numbers; a train() of one's own, which may merge, is not met."""
+
+    class Layer(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def train(self, mode: bool = True) -> Any:
+            raise AssertionError("merges its adapter")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1  # type: ignore[operator]
+            np.random.random()
+            random.random()
+            return super().forward(x)
+
+    model, states = Layer(), (np.random.get_state()[1].tolist(), random.getstate())
+    probe(SUMS["rows"], model)
+    assert model.calls == 0
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == states
+
+
+def test_one_row_is_no_probe_but_the_next_step_may_be() -> None:
+    model, loop = training_loop(table(20), BatchPlan.fit(1, 1))
+    loss = squared_error(model)
+    batches = loop.batches()
+    loop.step(next(batches), lambda batch: (loss(batch)[0] / len(batch["y"]), len(batch["y"])))
+    loop._feed.set_plan(BatchPlan.fit(8, 1))
+    with pytest.raises(ConfigError, match="a mean"):
+        loop.step(next(batches), lambda batch: (loss(batch)[0] / len(batch["y"]), len(batch["y"])))
+
+
+def collective_loss() -> float:
+    """A loss that counts the weight over all ranks: the probe is taken by all of them alike."""
+    model, loop = training_loop(table(16), BatchPlan.fit(8, 2))
+    loss = squared_error(model)
+
+    def with_collective(batch: Any) -> Any:
+        dist.all_reduce(torch.zeros(1))
+        return loss(batch)
+
+    return loop.train_epoch(with_collective).totals.loss
+
+
+def test_a_loss_with_a_collective_in_it_does_not_hang() -> None:
+    assert len(set(run_ranks(collective_loss, 2))) == 1
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=20), st.integers(1, 10))

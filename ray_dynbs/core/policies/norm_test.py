@@ -10,6 +10,10 @@ from ray_dynbs.core.keys import Key, check_ranges
 from ray_dynbs.core.policy import Proposal, State, Stateless, View
 
 
+MOST = 1 << 53
+"""Rows beyond which no answer is given: whole numbers are not exact in floating point from there on."""
+
+
 def sample_norm_test(variance: float, sq_norm: float, theta: float, batch_size: int) -> int:
     """The batch that passes the test of Byrd et al. 2012 (eq. 3.3, 4.3), never less than the one it is.
 
@@ -25,7 +29,10 @@ def sample_norm_test(variance: float, sq_norm: float, theta: float, batch_size: 
     [68, 11, 4]
     """
     allowed = theta * theta * sq_norm
-    return batch_size if variance / batch_size <= allowed else math.ceil(variance / allowed)
+    if variance / batch_size <= allowed:
+        return batch_size
+    # A gradient of next to nothing asks for more rows than can be counted.
+    return math.ceil(min(variance / allowed, MOST)) if allowed > 0 else MOST
 
 
 def piece_norm_test(variance: float, sq_norm: float, eta: float, batch_size: int) -> int:
