@@ -72,7 +72,7 @@ def with_targets(model: nn.Module) -> Any:
 
 def rows_of(result: Any) -> list[int]:
     """The numbers of the rows a step was taken on."""
-    return [int(torch.nonzero(Y == value)[0]) for targets in result.outputs for value in targets]
+    return [int(torch.nonzero(value == Y)[0]) for targets in result.outputs for value in targets]
 
 
 def prepared(
@@ -90,8 +90,7 @@ def train_pass(run: Run, model: nn.Module, steps: int | None = None) -> list[int
     """The rows of one pass, or of its first steps, as the numbers of their targets."""
     seen: list[int] = []
     for number, batch in enumerate(run.batches(), start=1):
-        result = run.step(batch, lambda micro: (*loss(model)(micro), micro[1]))
-        seen += [int(torch.nonzero(value == Y)[0]) for rows in result.outputs for value in rows]
+        seen += rows_of(run.step(batch, with_targets(model)))
         if number == steps:
             break
     return seen
@@ -132,8 +131,7 @@ def test_rows_and_weights_after_a_restart_at_any_moment_are_those_without_one(tm
         while run.epoch < 3:
             seen = passes.pop() if run._restored and len(passes) > run.epoch else []
             for batch in run.batches():
-                result = run.step(batch, lambda micro: (*loss(model)(micro), micro[1]))
-                seen += [int(torch.nonzero(v == Y)[0]) for rows in result.outputs for v in rows]
+                seen += rows_of(run.step(batch, with_targets(model)))
                 taken += 1
                 if taken == restart_after:
                     break

@@ -9,7 +9,6 @@ from typing import Annotated
 from ray_dynbs.core.keys import Key, check_ranges
 from ray_dynbs.core.policy import Proposal, State, Stateless, View
 
-
 MOST = 1 << 53
 """Rows beyond which no answer is given: whole numbers are not exact in floating point from there on."""
 
