@@ -1,15 +1,17 @@
-"""What deciding costs: a decision of the manager, a call to the coordinator, and an epoch's fixed cost.
+"""What deciding costs: a decision, a call to the coordinator, gradient statistics, an epoch's fixed cost.
 
 ``python jobs/bench_overhead.py [--quick] [--json FILE]``. The fixed cost of an epoch is its whole time
 on two workers when there is next to nothing to train (4 rows, one step): feed, decision, checkpoint of a
 small model and report. The baseline does the same with Ray's own means (a data shard read by
 ``iter_torch_batches``, a checkpoint, ``train.report``, Ray's default settings), in alternation with ours.
+Gradient statistics: steps with and without them alternate, on two gloo ranks with 64 rows each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import sys
@@ -186,6 +188,59 @@ def epoch_of_ray(epochs: int, folder: str) -> list[float]:
     return list(result.return_value[WARM_UP:])
 
 
+def gradient_statistics(millions: int, repeats: int) -> dict[str, Any]:
+    """Steps with every step's pieces measured, against steps without."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        queue = context.Queue()
+        arguments = (f"file://{folder}/store", millions, repeats, queue)
+        ranks = [context.Process(target=timed_steps, args=(rank, *arguments)) for rank in (0, 1)]
+        for rank in ranks:
+            rank.start()
+        ours, baseline = queue.get(timeout=300)
+        for rank in ranks:
+            rank.join()
+    title = f"a step with gradient statistics, {millions} M parameters"
+    return case(title, "ms_per_step", ours, baseline, "the same step without")
+
+
+def timed_steps(rank: int, store: str, millions: int, repeats: int, queue: Any) -> None:
+    """One rank's steps on 64 rows; rank 0 hands in the times."""
+    import torch
+    import torch.distributed as dist
+
+    from ray_dynbs.core.lr import Adjustment
+    from ray_dynbs.training.measuring import Stopwatch
+    from ray_dynbs.training.precision import MixedPrecision
+    from ray_dynbs.training.step import OptimizerStep
+    from ray_dynbs.training.world import World
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    width = int((millions * 1e6 / 4) ** 0.5)
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    world = World.current()
+    step = OptimizerStep(model, optimizer, world, MixedPrecision("fp32", world.device))
+    rows, watch = torch.randn(64, width), Stopwatch(world.device)
+    times: tuple[list[float], list[float]] = ([], [])
+    for number in range(2 * (repeats + WARM_UP)):
+        dist.barrier()
+        started = time.perf_counter()
+        step.run(
+            [rows],
+            lambda batch: ((model(batch) ** 2).sum(), len(batch)),
+            rows=128,
+            adjustment=Adjustment(),
+            measuring=watch if number % 2 == 0 else None,
+        )
+        times[number % 2].append((time.perf_counter() - started) * 1e3)
+    if rank == 0:
+        queue.put((times[0][WARM_UP:], times[1][WARM_UP:]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 ROWS = [{"a": float(i), "y": i % 2} for i in range(4)]
 
 
@@ -229,6 +284,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, repeats included")
     arguments = parser.parse_args()
     results = [decisions(3 if arguments.quick else 15)]
+    results += [gradient_statistics(millions, 30 if arguments.quick else 100) for millions in (1, 10)]
     with ray_session(None):
         results.append(round_trips(30 if arguments.quick else 200))
         results.append(epochs_fixed_cost(*((1, 9) if arguments.quick else (3, 20))))

@@ -65,8 +65,8 @@ class Adoption:
         """Take over a loop's parts.
 
         Raises:
-            ConfigError: a model that is sharded or whose forward is a collective, or parameters of several
-                types.
+            ConfigError: a model that is sharded or whose forward is a collective, parameters of several
+                types, or an LR rule that is not defined for every batch with these optimizers.
         """
         plain, precision = plain_model(model), MixedPrecision(settings.precision, world.device)
         step = OptimizerStep(
@@ -77,6 +77,9 @@ class Adoption:
             clip_grad_norm=settings.clip_grad_norm,
             on_nonfinite=settings.on_nonfinite,
         )
+        for group in (group for each in step.optimizers for group in each.param_groups):
+            if "betas" in group:
+                settings.check_rule((float(group["betas"][0]), float(group["betas"][1])))
         per_pass = ScheduleProgress(store.num_rows, settings.reference_batch_size)
         each = schedulers if isinstance(schedulers, Sequence) else [schedulers] if schedulers else []
         schedules = tuple(Schedule(scheduler, per_pass) for scheduler in each)
@@ -110,7 +113,9 @@ class Adoption:
             feed=feed,
             world=self.world,
             seed=self.settings.seed,
-            warmup_epochs=self.settings.lr.warmup_epochs,
+            scaling=self.settings.scaling,
+            measure_every=self.settings.noise.measure_every,
+            split_to_measure=self.settings.splits_to_measure,
         )
 
     def doubts(self) -> list[str]:
@@ -152,6 +157,7 @@ class Adoption:
         elif self.settings.batch.initial != reference:
             now = self.settings.batch.initial
             notes.append(f"batch.initial is {now} now; the base LR stays that of a batch of {reference}")
+        loop.refer_to(reference)
         for schedule, counts in zip(self.schedules, state["schedules"], strict=True):
             schedule.plan_by(ScheduleProgress(self.store.num_rows, reference))
             schedule.load_state_dict({**counts, "scheduler": None}, progress.epoch, progress.rows_in_epoch)

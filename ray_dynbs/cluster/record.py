@@ -39,6 +39,7 @@ def make_signal(
         val_metric=validation.get(metric),
         memory_fraction=report.memory_fraction,
         step_time_s=report.epoch_time_s / max(report.steps, 1),
+        pieces=totals.pieces,
     )
 
 
@@ -69,8 +70,16 @@ def make_row(
         "val_loss": validation.get("loss"),
         "val_metric": validation.get(metric),
         "grad_norm": report.totals.grad_norm,
-        "noise_scale": None,
+        "noise_scale": _noise_scale(report),
         "memory_fraction": report.memory_fraction,
         "samples_per_s": report.rows / report.epoch_time_s,
         "epoch_time_s": report.epoch_time_s,
     }
+
+
+def _noise_scale(report: EpochReport) -> float | None:
+    """This pass's own, ``tr(Sigma) / |G|^2`` in rows; ``None`` where the gradient is lost in noise."""
+    pieces = report.totals.pieces
+    if pieces is None or pieces.grad_sq <= 0 or pieces.variance <= 0:
+        return None
+    return pieces.variance / pieces.grad_sq

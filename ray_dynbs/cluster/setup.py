@@ -66,7 +66,9 @@ class Parts:
             feed=self.feed,
             world=self.world,
             seed=config.seed,
-            warmup_epochs=config.lr.warmup_epochs,
+            scaling=config.scaling,
+            measure_every=config.noise.measure_every,
+            split_to_measure=config.splits_to_measure,
             progress=progress,
         )
 

@@ -14,14 +14,16 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from ray_dynbs.config.components import build_guards, build_policy, with_defaults
 from ray_dynbs.config.errors import nearest
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.core.guards import GUARDS
-from ray_dynbs.core.lr import LR_RULES
+from ray_dynbs.core.estimators import NoiseScale
+from ray_dynbs.core.guards import GUARDS, ClassCoverage
+from ray_dynbs.core.lr import ADAM_FAMILY, LR_RULES, Scaling
 from ray_dynbs.core.manager import DynamicBatchSizeManager
 from ray_dynbs.core.policies import POLICIES
 
-RuleName = Literal["none", "linear", "sqrt"]
+RuleName = Literal["none", "linear", "sqrt", "adascale", "adascale_sqrt", "adam_sde", "legw", "half_life"]
 Shuffle = Literal["window", "full", "none"]
 DEFAULT_POLICY = "threshold"
+NEED_NOISE = ("noise_scale", "norm_test")
 Rows = Annotated[int, Field(ge=1)]
 Timeout = Annotated[float, Field(gt=0)]
 Workers = Annotated[int, Field(ge=1)]
@@ -143,10 +145,26 @@ class LRSection(Section):
 
     rule: RuleName = Field("none", description="multiplier on the base LR as the batch changes")
     warmup_epochs: float = Field(0.0, ge=0, description="passes over which the multiplier is phased in")
+    scale_weight_decay: bool = Field(False, description="weight decay times the root of B / B_ref")
     reference_batch_size: Rows | None = Field(
         None, description="batch the base LR was tuned for; batch.initial"
     )
     max_scale: float | None = Field(None, gt=0, description="cap on the multiplier")
+
+
+class NoiseSection(Section):
+    """How gradient noise is measured and smoothed."""
+
+    measure_every: Literal["auto"] | Rows | None = Field(
+        "auto", description="steps from one measurement to the next; auto: at 2 % of step time; null: never"
+    )
+    split: Literal["auto"] | bool = Field(
+        "auto",
+        description="on one worker, cut a lone micro-batch in two to measure; auto: where a policy needs it",
+    )
+    decay: float | None = Field(
+        None, ge=0, lt=1, description="weight kept from one measured step to the next; null adapts itself"
+    )
 
 
 class MemorySection(Section):
@@ -234,6 +252,7 @@ class Batching(Section):
     )
     guards: list[dict[str, Any]] = Field(default_factory=default_guards, description="guards, in order")
     lr: LRSection = Field(default_factory=LRSection)
+    noise: NoiseSection = Field(default_factory=NoiseSection)
     memory: MemorySection = Field(default_factory=MemorySection)
 
     @field_validator("policy")
@@ -249,7 +268,54 @@ class Batching(Section):
     @model_validator(mode="after")
     def _buildable(self) -> Batching:
         self.make_manager()
+        for index, guard in enumerate(build_guards(self.guards)):
+            if isinstance(guard, ClassCoverage) and guard.floor > self.batch.max:
+                raise ConfigError(
+                    f"guards.{index}: class_coverage needs {guard.floor} rows, batch.max is {self.batch.max}; "
+                    "allowed: a larger batch.max, or a smaller quantile"
+                )
+        if self.policy["name"] in NEED_NOISE and self.noise.measure_every is None:
+            raise ConfigError(
+                f"policy.name is {self.policy['name']!r}, which needs gradient noise, and noise.measure_every"
+                " is null; allowed: auto or a number of steps"
+            )
         return self
+
+    @property
+    def scaling(self) -> Scaling:
+        """How the LR follows the batch."""
+        return Scaling(
+            rule=LR_RULES[self.lr.rule](),
+            reference_batch_size=self.reference_batch_size,
+            warmup_epochs=self.lr.warmup_epochs,
+            scale_weight_decay=self.lr.scale_weight_decay,
+        )
+
+    def check_rule(self, betas: tuple[float, float]) -> None:
+        """See that the LR rule is defined for every batch there may be.
+
+        Args:
+            betas: The optimizer's.
+
+        Raises:
+            ConfigError: it is not; says up to which size it is.
+        """
+        reference = self.reference_batch_size
+        largest = round(
+            LR_RULES[self.lr.rule]().largest_ratio(betas), 9
+        )  # 1 / (1 - 0.9) is a little above 10
+        if self.batch.max / reference >= largest:
+            most = math.ceil(round(largest * reference, 6)) - 1
+            raise ConfigError(
+                f"lr.rule {self.lr.rule} holds below {largest:g} times the reference batch of {reference} "
+                f"(betas {betas[0]:g}, {betas[1]:g}), batch.max is {self.batch.max}; allowed: at most {most}"
+            )
+
+    @property
+    def splits_to_measure(self) -> bool:
+        """Whether a lone micro-batch is cut in two on measured steps."""
+        split = self.noise.split
+        return self.policy["name"] in NEED_NOISE if split == "auto" else split
 
     @property
     def reference_batch_size(self) -> int:
@@ -273,6 +339,7 @@ class Batching(Section):
             max_lr_scale=self.lr.max_scale,
             max_micro_batch_size=self.memory.max_micro_batch_size,
             world_size=world_size,
+            noise=NoiseScale(decay=self.noise.decay),
         )
 
 
@@ -298,4 +365,12 @@ class Config(Batching):
     cluster: ClusterSection = Field(default_factory=ClusterSection)
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+
+    @model_validator(mode="after")
+    def _rule_fits(self) -> Config:
+        betas = (self.optimizer.model_extra or {}).get("betas", [0.9, 0.999])
+        if self.optimizer.name in ADAM_FAMILY and isinstance(betas, list) and len(betas) == 2:
+            self.check_rule((float(betas[0]), float(betas[1])))
+        return self
+
     out: str = Field("runs", min_length=1, description="folder or URI for run directories")

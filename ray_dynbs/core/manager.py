@@ -15,7 +15,7 @@ from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.estimators import Estimates, NoiseScale
 from ray_dynbs.core.guards import Clamp
 from ray_dynbs.core.guards.hold import hold
-from ray_dynbs.core.lr import LRRule, NoScaling
+from ray_dynbs.core.lr import LRRule, Noise, NoScaling
 from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.core.policies import Threshold
 from ray_dynbs.core.policy import Policy, Proposal, View, chain
@@ -274,7 +274,8 @@ class DynamicBatchSizeManager:
         self._plan = BatchPlan.fit(proposal.global_batch_size, self._plan.world_size, self._micro_ceiling)
 
     def _decision(self, reasons: tuple[str, ...], signal: Signal | None) -> Decision:
-        scale = self._lr_rule.scale(self._plan.global_batch_size / self._reference)
+        noise = Noise.of(self.estimates, self._reference)
+        scale = self._lr_rule.scale(self._plan.global_batch_size / self._reference, noise)
         if self._max_lr_scale is not None and scale > self._max_lr_scale:
             reasons = (*reasons, f"lr_scale {scale:g} -> {self._max_lr_scale:g} (max_scale)")
             scale = self._max_lr_scale

@@ -51,10 +51,23 @@ class StepBatch:
         self.drawn = 0
         self._mine, self._gather = mine, gather
 
-    def micro_batches(self) -> Iterator[Any]:
-        """Gather one micro-batch after the other; may be asked again, for a retry, for the same rows."""
+    @property
+    def num_micro_batches(self) -> int:
+        """This rank's micro-batches of it."""
+        return len(self._mine)
+
+    def micro_batches(self, *, split: bool = False) -> Iterator[Any]:
+        """Gather one micro-batch after the other; may be asked again, for a retry, for the same rows.
+
+        Args:
+            split: Make two of a single one, so that there are pieces to compare.
+        """
         self.drawn = 0
-        for rows in self._mine:
+        pieces = self._mine
+        if split and len(pieces) == 1 and len(pieces[0]) > 1:
+            half = -(-len(pieces[0]) // 2)
+            pieces = [pieces[0][:half], pieces[0][half:]]
+        for rows in pieces:
             batch = self._gather(rows)
             self.drawn += len(rows)
             yield batch

@@ -1,8 +1,9 @@
 """All gradients of a model in one flat buffer, so that a step needs one reduction.
 
 ``p.grad`` of every trainable parameter is a view into the buffer: backward accumulates straight
-into it, nothing is copied, and reduction, norm and clipping are each one operation. Two extra
-elements at the end carry the step's loss sum and weight through the same all-reduce.
+into it, nothing is copied, and reduction, norm and clipping are each one operation. A few extra
+elements at the end carry the step's loss sum and weight, and the squared norms of its pieces,
+through the same all-reduce.
 
 The reduction is explicit instead of DistributedDataParallel's hooks: ranks may hold different
 numbers of micro-batches, or none, and no collective is open while a forward or backward runs. It
@@ -11,15 +12,16 @@ costs the overlap of communication and computation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.training.world import World
 
-TAIL = 2
-"""Elements behind the gradients: loss sum, weight."""
+TAIL = 4
+"""Elements behind the gradients: loss sum, weight, sum of |piece|^2 / weight, number of pieces."""
 
 
 class FlatGradients:
@@ -92,6 +94,38 @@ class FlatGradients:
         """Add one micro-batch's loss sum and weight; no host synchronisation."""
         self._tail[0] += loss_sum.detach()
         self._tail[1] += weight
+
+    def add_rank_piece(self) -> None:
+        """Count what this rank has accumulated as one piece; before :meth:`reduce`."""
+        self._add_piece(torch.dot(self.flat, self.flat), self._tail[1])
+
+    @contextlib.contextmanager
+    def micro_piece(self) -> Iterator[Callable[[torch.Tensor | float], None]]:
+        """Count one backward as a piece of its own, though it accumulates onto others.
+
+        Yields:
+            To be called with the micro-batch's weight, after its backward.
+        """
+        square = torch.zeros((), dtype=self.flat.dtype, device=self.flat.device)
+
+        def add(gradient: torch.Tensor) -> None:
+            square.add_(torch.linalg.vector_norm(gradient.detach()) ** 2)
+
+        hooks = [p.register_hook(add) for p in self.parameters]
+        try:
+            yield lambda weight: self._add_piece(square, torch.as_tensor(weight, device=square.device))
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _add_piece(self, square: torch.Tensor, weight: torch.Tensor) -> None:
+        there = weight > 0
+        self._tail[2] += torch.where(there, square / weight.to(square.dtype), 0.0)
+        self._tail[3] += there
+
+    def piece_sums(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of the pieces' squared norms, each over its weight, and their number; after :meth:`reduce`."""
+        return self._tail[2].clone(), self._tail[3].clone()
 
     def reduce(self, world: World) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum over ranks: gradients, loss and weight in one all-reduce.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 
 from ray_dynbs.core.decision import Decision
-from ray_dynbs.core.lr import warmed_scale
+from ray_dynbs.core.estimators import PieceSums
+from ray_dynbs.core.lr import Adjustment, Scaling
 from ray_dynbs.training.checkpoint import seed_everything
 from ray_dynbs.training.feed import IndexedFeed, StepBatch
 from ray_dynbs.training.lr import Schedule, base_lr
+from ray_dynbs.training.measuring import Every, Measuring
 from ray_dynbs.training.memory import memory_fraction
 from ray_dynbs.training.stats import StepStats, Totals
 from ray_dynbs.training.step import LossFn, OptimizerStep, StepResult
@@ -84,7 +86,10 @@ class EpochReport:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> EpochReport:
         """The inverse of :meth:`to_json`."""
-        return cls(**{**data, "totals": Totals(**data["totals"])})
+        totals = dict(data["totals"])
+        pieces = totals.pop("pieces")
+        restored = Totals(**totals, pieces=None if pieces is None else PieceSums.from_json(pieces))
+        return cls(**{**data, "totals": restored})
 
 
 class TrainingLoop:
@@ -100,7 +105,10 @@ class TrainingLoop:
         feed: This rank's rows.
         world: The ranks.
         seed: Seed of each epoch's random numbers.
-        warmup_epochs: Warm-up of the LR scale, passes.
+        scaling: How the LR follows the batch.
+        measure_every: Steps from one measurement of gradient noise to the next; ``auto``; ``None``: never.
+        split_to_measure: On one rank, cut a lone micro-batch in two on measured steps: the sum is the same
+            but for rounding.
         progress: Where to go on.
     """
 
@@ -113,13 +121,17 @@ class TrainingLoop:
         feed: IndexedFeed,
         world: World,
         seed: int = 0,
-        warmup_epochs: float = 0.0,
+        scaling: Scaling | None = None,
+        measure_every: Every = None,
+        split_to_measure: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self._model, self._step, self._schedules = model, step, tuple(schedules)
         self._feed, self._world = feed, world
-        self._seed, self._warmup_epochs = seed, warmup_epochs
+        self._seed, self._scaling = seed, scaling or Scaling()
         self._stats = StepStats(world.device)
+        self._measuring = Measuring(measure_every, world)
+        self._split = split_to_measure and world.size == 1
         self._lr_scale, self._plan_version = 1.0, 0
         self._last_lr, self._last_scale = base_lr(step.optimizers[0]), 1.0
         self._current: StepBatch | None = None
@@ -136,6 +148,10 @@ class TrainingLoop:
         """Take a decision over: it holds from the very next step."""
         self._feed.set_plan(decision.plan)
         self._lr_scale, self._plan_version = decision.lr_scale, decision.version
+
+    def refer_to(self, reference_batch_size: int) -> None:
+        """Take the base LR for that of another batch, rows."""
+        self._scaling = replace(self._scaling, reference_batch_size=reference_batch_size)
 
     def train_epoch(self, loss_fn: LossFn) -> EpochReport:
         """Train one pass, all rows once.
@@ -189,9 +205,10 @@ class TrainingLoop:
         self._probe(batch, loss_fn)
         progress = self.progress
         seen = progress.epoch + batch.first_row / self._feed.num_rows
-        scale = warmed_scale(self._lr_scale, seen, self._warmup_epochs)
-        self._last_lr, self._last_scale = base_lr(self._step.optimizers[0]) * scale, scale
-        result = self._step.run(batch.micro_batches(), loss_fn, rows=batch.rows, lr_scale=scale)
+        adjustment = self._scaling.at(batch.plan.global_batch_size, self._lr_scale, seen)
+        self._last_lr = base_lr(self._step.optimizers[0]) * adjustment.lr
+        self._last_scale = adjustment.lr
+        result = self._run(batch, loss_fn, adjustment)
         self._current, self._ended = None, time.perf_counter()
         self._drawn += batch.drawn
         progress.step += 1
@@ -200,10 +217,26 @@ class TrainingLoop:
         progress.steps_in_epoch += 1
         progress.rows_in_epoch += batch.rows
         self._stats.add(progress.step, result.grad_norm, result.loss_sum, result.weight)
+        if result.pieces is not None:
+            pieces = result.pieces
+            self._stats.add_pieces(result.grad_norm, pieces.sq_norm, pieces.number, batch.rows)
         for schedule in self._schedules:
             schedule.after_step(progress.epoch, progress.rows_in_epoch, applied=result.applied)
         self._look_for_spoilt_weights()
         return result
+
+    def _run(self, batch: StepBatch, loss_fn: LossFn, adjustment: Adjustment) -> StepResult:
+        measuring = self._measuring
+        has_pieces = self._world.size > 1 or self._split or batch.num_micro_batches > 1
+        due = has_pieces and measuring.due(self.progress.step)
+        with (measuring.measured_steps if due else measuring.plain_steps).timing():
+            return self._step.run(
+                batch.micro_batches(split=due and self._split),
+                loss_fn,
+                rows=batch.rows,
+                adjustment=adjustment,
+                measuring=measuring.own if due else None,
+            )
 
     @property
     def is_complete(self) -> bool:
@@ -226,6 +259,7 @@ class TrainingLoop:
         ended = time.perf_counter() if self.is_complete else self._ended
         seconds = ended - self._started + progress.time_in_epoch_s
         rows, slowest, fullest = self._reduce(self._drawn, seconds)
+        self._measuring.adapt()
         report = EpochReport(
             epoch=progress.epoch,
             plan_version=self._plan_version,

@@ -1,4 +1,4 @@
-"""The LR: scaled around the optimizer step and restored, and the user's torch scheduler advanced.
+"""The LR and what goes with it: changed around the optimizer step and restored; schedulers advanced.
 
 Schedulers never see the scale: they read and write the base LR, before and after.
 """
@@ -14,37 +14,60 @@ import torch
 from torch.optim import lr_scheduler
 
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.core.lr import ScheduleProgress
+from ray_dynbs.core.lr import Adjustment, ScheduleProgress
 
 
 @contextlib.contextmanager
-def scaled_lr(optimizer: torch.optim.Optimizer, scale: float) -> Iterator[None]:
-    """Multiply every group's LR by ``scale`` inside the block, and put the exact old value back.
+def adjusted(optimizer: torch.optim.Optimizer, adjustment: Adjustment) -> Iterator[None]:
+    """Change every group's LR, betas, eps and weight decay inside the block; the exact old values return.
 
-    An LR held in a tensor is changed in place, so that captured or compiled optimizers see it.
+    What is held in a tensor is changed in place, so that captured or compiled optimizers see it. Groups keep
+    the proportions of their LRs.
     """
-    if scale == 1.0:
+    if adjustment.lr == adjustment.ratio == adjustment.weight_decay == 1.0:
         yield
         return
-    saved = [_copy(group["lr"]) for group in optimizer.param_groups]
+    saved = [{key: _copy(group[key]) for key in _KEYS if key in group} for group in optimizer.param_groups]
     for group, base in zip(optimizer.param_groups, saved, strict=True):
-        _set_lr(group, base * scale)
+        for key, value in _changed(base, adjustment).items():
+            _set(group, key, value)
     try:
         yield
     finally:
         for group, base in zip(optimizer.param_groups, saved, strict=True):
-            _set_lr(group, base)
+            for key, value in base.items():
+                _set(group, key, value)
 
 
-def _copy(lr: float | torch.Tensor) -> float | torch.Tensor:
-    return lr.clone() if isinstance(lr, torch.Tensor) else lr
+_KEYS = ("lr", "betas", "eps", "weight_decay")
 
 
-def _set_lr(group: dict[str, Any], lr: float | torch.Tensor) -> None:
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].copy_(torch.as_tensor(lr))
+def _changed(base: Mapping[str, Any], adjustment: Adjustment) -> dict[str, Any]:
+    rule, ratio = adjustment.rule, adjustment.ratio
+    changed = {"lr": base["lr"] * adjustment.lr}
+    if "betas" in base:
+        changed["betas"] = rule.betas(ratio, base["betas"])
+        changed["eps"] = rule.eps(ratio, base["eps"])
+    if "weight_decay" in base:
+        changed["weight_decay"] = base["weight_decay"] * adjustment.weight_decay
+    return changed
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_copy(each) for each in value)
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    old = group[key]
+    if isinstance(old, torch.Tensor):
+        old.copy_(torch.as_tensor(value))
+    elif isinstance(old, tuple) and any(isinstance(each, torch.Tensor) for each in old):
+        for each, new in zip(old, value, strict=True):
+            each.copy_(torch.as_tensor(new))
     else:
-        group["lr"] = lr
+        group[key] = value
 
 
 def base_lr(optimizer: torch.optim.Optimizer) -> float:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from ray_dynbs.core.estimators import PieceSums
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,7 @@ class Totals:
         loss_sum: Sum of losses over the finite steps.
         weight_sum: Sum of weights (rows or tokens) over the finite steps.
         first_bad_step: Run-wide number of the first step that was not finite, or ``None``.
+        pieces: Sums of gradient noise over the measured steps, ``None`` where there was none.
     """
 
     num_steps: int
@@ -26,6 +31,7 @@ class Totals:
     loss_sum: float
     weight_sum: float
     first_bad_step: int | None
+    pieces: PieceSums | None = None
 
     @property
     def grad_norm(self) -> float:
@@ -47,6 +53,7 @@ class StepStats:
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self._pieces = torch.zeros(6, dtype=torch.float64, device=device)
         self._first_bad = torch.full((), torch.inf, dtype=torch.float64, device=device)
         self._num_steps = 0
 
@@ -66,15 +73,41 @@ class StepStats:
         self._first_bad = torch.minimum(self._first_bad, bad_step.double())
         self._num_steps += 1
 
-    def state_dict(self) -> list[float]:
-        """The sums so far, for a checkpoint in mid-pass. Synchronises with the device."""
-        return [*torch.cat([self._sums, self._first_bad[None]]).tolist(), float(self._num_steps)]
+    def add_pieces(self, norm: torch.Tensor, sq_norm: torch.Tensor, number: torch.Tensor, rows: int) -> None:
+        """Add what one step's pieces say of the gradient's noise; nothing unless there are two, and finite.
 
-    def load_state_dict(self, state: list[float]) -> None:
+        Unbiased as :func:`~ray_dynbs.core.estimators.from_pieces` has it, without leaving the device.
+
+        Args:
+            norm: L2 norm of the step's mean gradient, scalar.
+            sq_norm: ``Q``, weighted mean of the pieces' squared norms, scalar.
+            number: ``J``, pieces, scalar.
+            rows: ``B``, rows of the step.
+        """
+        n, q, others = norm.double() ** 2, sq_norm.double(), number.double() - 1
+        grad_sq, variance = ((others + 1) * n - q) / others, rows * (q - n) / others
+        one = torch.ones_like(n)
+        moments = [one, grad_sq, variance, grad_sq**2, variance**2, grad_sq * variance]
+        numbers = torch.stack(moments)
+        sound = torch.isfinite(numbers).all() & (others >= 1)
+        self._pieces += torch.where(sound, numbers, 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums so far, JSON-able, for a checkpoint in mid-pass. Synchronises with the device."""
+        return {
+            "sums": self._sums.tolist(),
+            "pieces": self._pieces.tolist(),
+            "first_bad_step": self.first_bad_step(),
+            "num_steps": self._num_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the sums of :meth:`state_dict`."""
-        self._sums.copy_(torch.tensor(state[:4], dtype=torch.float64))
-        self._first_bad.fill_(state[4])
-        self._num_steps = int(state[5])
+        self._sums.copy_(torch.tensor(state["sums"], dtype=torch.float64))
+        self._pieces.copy_(torch.tensor(state["pieces"], dtype=torch.float64))
+        bad = state["first_bad_step"]
+        self._first_bad.fill_(torch.inf if bad is None else bad)
+        self._num_steps = state["num_steps"]
 
     def first_bad_step(self) -> int | None:
         """Run-wide number of the first step that was not finite. Synchronises with the device."""
@@ -83,8 +116,8 @@ class StepStats:
 
     def take(self) -> Totals:
         """The totals since the last take, and start anew. Synchronises with the device once."""
-        finite_steps, norm_sum, loss_sum, weight_sum, bad = torch.cat(
-            [self._sums, self._first_bad[None]]
+        finite_steps, norm_sum, loss_sum, weight_sum, bad, measured, *moments = torch.cat(
+            [self._sums, self._first_bad[None], self._pieces]
         ).tolist()
         totals = Totals(
             num_steps=self._num_steps,
@@ -93,8 +126,10 @@ class StepStats:
             loss_sum=loss_sum,
             weight_sum=weight_sum,
             first_bad_step=None if bad == float("inf") else int(bad),
+            pieces=PieceSums(int(measured), *moments) if measured else None,
         )
         self._sums.zero_()
+        self._pieces.zero_()
         self._first_bad.fill_(torch.inf)
         self._num_steps = 0
         return totals

@@ -17,8 +17,10 @@ from typing import Any, Literal
 import torch
 
 from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.lr import Adjustment
 from ray_dynbs.training.gradients import FlatGradients
-from ray_dynbs.training.lr import scaled_lr
+from ray_dynbs.training.lr import adjusted
+from ray_dynbs.training.measuring import Stopwatch
 from ray_dynbs.training.precision import MixedPrecision
 from ray_dynbs.training.world import World
 
@@ -32,6 +34,19 @@ OnNonfinite = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True)
+class Pieces:
+    """The pieces of a step: ranks, or the micro-batches of a single rank. Tensors stay on the device.
+
+    Attributes:
+        sq_norm: ``Q``, weighted mean of the pieces' squared norms of their mean gradients, scalar.
+        number: ``J``, pieces with weight, scalar.
+    """
+
+    sq_norm: torch.Tensor
+    number: torch.Tensor
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What one step did; tensors stay on the device.
 
@@ -40,6 +55,7 @@ class StepResult:
         weight: Sum of weights over the whole step, scalar.
         grad_norm: L2 norm of the step's mean gradient before clipping, scalar.
         applied: Whether the optimizer stepped; ``False`` where the step was not finite and left out.
+        pieces: Of a measured step, what its pieces say of the gradient's noise.
         outputs: What the loss function returned beside sum and weight, one for each micro-batch of this
             rank.
     """
@@ -48,6 +64,7 @@ class StepResult:
     weight: torch.Tensor
     grad_norm: torch.Tensor
     applied: bool
+    pieces: Pieces | None = None
     outputs: tuple[Any, ...] = ()
 
     @property
@@ -108,7 +125,13 @@ class OptimizerStep:
         return self._precision.autocast()
 
     def run(
-        self, micro_batches: Iterable[Batch], loss_fn: LossFn, *, rows: int, lr_scale: float
+        self,
+        micro_batches: Iterable[Batch],
+        loss_fn: LossFn,
+        *,
+        rows: int,
+        adjustment: Adjustment,
+        measuring: Stopwatch | None = None,
     ) -> StepResult:
         """Take one optimizer step.
 
@@ -116,10 +139,12 @@ class OptimizerStep:
             micro_batches: This rank's part of the global batch; may be empty.
             loss_fn: Loss sum and weight of a micro-batch.
             rows: Rows of the whole step over all ranks, at least 1.
-            lr_scale: Multiplier on the LR for this step only.
+            adjustment: Of the optimizers' settings, for this step only.
+            measuring: Measure the pieces' gradients, and time that with this.
         """
         self.gradients.zero()
         outputs: list[Any] = []
+        by_micro_batch = measuring is not None and self._world.size == 1
         for micro_batch in micro_batches:
             with self._precision.autocast():
                 result = loss_fn(micro_batch)
@@ -127,12 +152,27 @@ class OptimizerStep:
             outputs += result[2:]
             if _is_known_zero(weight):
                 continue  # nothing to learn from, and a mean over nothing is NaN
-            self._precision.scaler.scale(loss_sum / rows).backward()
+            loss = self._precision.scaler.scale(loss_sum / rows)
+            with self.gradients.micro_piece() if by_micro_batch else contextlib.nullcontext() as add_piece:
+                loss.backward()
+                if add_piece is not None:
+                    add_piece(weight)
             self.gradients.add_loss(loss_sum, weight)
+        if measuring is not None and not by_micro_batch:
+            with measuring.timing():
+                self.gradients.add_rank_piece()
         loss_sum, weight = self.gradients.reduce(self._world)
+        pieces = self._pieces(rows, weight) if measuring is not None else None
         norm = self._finish_gradients(rows, weight)
-        applied = self._apply(lr_scale, norm + loss_sum)
-        return StepResult(loss_sum, weight, norm, applied, tuple(outputs))
+        applied = self._apply(adjustment, norm + loss_sum)
+        return StepResult(loss_sum, weight, norm, applied, pieces, tuple(outputs))
+
+    def _pieces(self, rows: int, weight: torch.Tensor) -> Pieces:
+        """From sums of losses over ``rows``, scaled for fp16, to means over each piece's weight."""
+        scaler = self._precision.scaler
+        scale = scaler.get_scale() if scaler.is_enabled() else 1.0
+        squares, number = self.gradients.piece_sums()
+        return Pieces(squares * (rows / scale) ** 2 / weight, number)
 
     def _finish_gradients(self, rows: int, weight: torch.Tensor) -> torch.Tensor:
         """From sums over ``rows`` to the mean over the weight, unscaled; returns its norm."""
@@ -146,7 +186,7 @@ class OptimizerStep:
             self.gradients.clip(norm, self._clip_grad_norm)
         return norm
 
-    def _apply(self, lr_scale: float, finite_if_sound: torch.Tensor) -> bool:
+    def _apply(self, adjustment: Adjustment, finite_if_sound: torch.Tensor) -> bool:
         """Step the optimizers, unless the step is left out; all ranks hold the same numbers and agree."""
         scaler = self._precision.scaler
         finite = not self.skips_nonfinite or bool(torch.isfinite(finite_if_sound))
@@ -154,9 +194,9 @@ class OptimizerStep:
             scaler.update()
             return False
         before = scaler.get_scale() if scaler.is_enabled() else 1.0
-        with contextlib.ExitStack() as scaled:
+        with contextlib.ExitStack() as changed:
             for optimizer in self.optimizers:
-                scaled.enter_context(scaled_lr(optimizer, lr_scale))
+                changed.enter_context(adjusted(optimizer, adjustment))
             for optimizer in self.optimizers:
                 scaler.step(optimizer)
         scaler.update()

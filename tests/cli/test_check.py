@@ -70,7 +70,7 @@ WRONG = {
     "not finite": ("optimizer.lr=.nan", "optimizer.lr is nan; allowed: a finite number"),
     "min above max": ("batch.min=600", "batch: min is 600 and max is 512; allowed: min at most max"),
     "initial outside": ("batch.initial=600", "batch: initial is 600; allowed: 8 to 512"),
-    "unknown choice": ("lr.rule=linera", "lr.rule is 'linera'; allowed: 'none', 'linear' or 'sqrt'"),
+    "unknown choice": ("lr.rule=linera", "lr.rule is 'linera'; allowed: 'none', 'linear', 'sqrt', "),
     "union": ("cluster.use_gpu=maybe", "cluster.use_gpu is 'maybe'; allowed: 'auto' or true or false"),
     "unknown policy": ("policy.name=treshold", "policy.name is 'treshold' (did you mean 'threshold'?)"),
     "policy import": ("policy.name=nope.policy", "policy.name is 'nope.policy', which does not import"),
@@ -138,6 +138,43 @@ def test_wrong_input(case: str, command: str, config: Path, capsys: pytest.Captu
     assert err.startswith("error: ")
     assert words in err
     assert not (config.parent / "runs").exists()
+
+
+TOGETHER = {
+    "noise off": (
+        ["policy.name=noise_scale", "noise.measure_every=null"],
+        "policy.name is 'noise_scale', which needs gradient noise, and noise.measure_every is null; allowed: ",
+    ),
+    "floor above ceiling": (
+        ["guards=[{name: class_coverage, class_counts: [99.0, 1.0]}]", "batch.max=64"],
+        "guards.0: class_coverage needs 299 rows, batch.max is 64; allowed: a larger batch.max",
+    ),
+    "rule ends inside": (
+        ["optimizer.name=adam", "lr.rule=adam_sde", "batch.max=512"],
+        "holds below 10 times the reference batch of 32 (betas 0.9, 0.999), batch.max is 512; allowed: at most 319",
+    ),
+    "rule ends inside, by betas": (
+        ["optimizer.name=adam", "optimizer.betas=[0.5, 0.9]", "lr.rule=adam_sde", "batch.max=64"],
+        "below 2 times the reference batch of 32 (betas 0.5, 0.9), batch.max is 64; allowed: at most 63",
+    ),
+    "table": (
+        ["policy.name=schedule", "policy.stages=[[0.0, 16.0], [0.0, 32.0]]"],
+        "policy: schedule: a stage from 0 follows one from 0; allowed: in order",
+    ),
+    "relative": (
+        ["policy.relative=true", "policy.grad_norm_low=3.0"],
+        "threshold: grad_norm_low is 3.0 and grad_norm_high is 2.0; allowed: grad_norm_low below",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_keys_that_do_not_go_together(case: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, words = TOGETHER[case]
+    code, _, err = call(capsys, "check", str(config), *(a for o in overrides for a in ("--set", o)))
+    assert code == 2
+    assert words in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

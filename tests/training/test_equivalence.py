@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ray_dynbs.core.lr import Adjustment
 from ray_dynbs.core.order import epoch_order
 from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.training.columns import ColumnStore
@@ -95,7 +96,12 @@ def step_gradient(pieces: list[list[int]], dtype: torch.dtype) -> np.ndarray:
     precision = MixedPrecision("fp64" if dtype == torch.float64 else "fp32", CPU)
     step = OptimizerStep(model, optimizer, World.current(), precision)
     store = ColumnStore([WHOLE])
-    step.run((store.gather(np.array(piece)) for piece in pieces), squared_error(model), rows=64, lr_scale=1.0)
+    step.run(
+        (store.gather(np.array(piece)) for piece in pieces),
+        squared_error(model),
+        rows=64,
+        adjustment=Adjustment(1.0),
+    )
     return step.gradients.flat.double().numpy().copy()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.core.lr import ScheduleProgress
+from ray_dynbs.core.lr import Adjustment, ScheduleProgress
 from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.training.columns import ColumnStore
 from ray_dynbs.training.feed import IndexedFeed
@@ -220,7 +220,7 @@ def test_layers_may_be_thawed_and_frozen_on_the_way(scaled: bool) -> None:
 
     def ours(model: Any, optimizer: Any) -> Any:
         step = OptimizerStep(model, optimizer, World.current(), MixedPrecision("fp64", CPU))
-        return lambda rows: step.run([rows], squared_error(model), rows=3, lr_scale=1.0)
+        return lambda rows: step.run([rows], squared_error(model), rows=3, adjustment=Adjustment(1.0))
 
     def plain(model: Any, optimizer: Any) -> Any:
         def take(rows: Any) -> None:
@@ -245,7 +245,7 @@ def test_micro_batches_without_weight_teach_nothing_and_spoil_nothing() -> None:
         (torch.zeros(()), torch.tensor(0)),
     ]
     results = iter([empty[0], loss({name: rows[:4] for name, rows in BATCH.items()}), empty[1]])
-    result = step.run([None] * 3, lambda _: next(results), rows=4, lr_scale=1.0)
+    result = step.run([None] * 3, lambda _: next(results), rows=4, adjustment=Adjustment(1.0))
     assert torch.isfinite(result.loss)
     assert torch.isfinite(result.grad_norm)
     assert result.grad_norm > 0
@@ -263,14 +263,16 @@ def test_fp16_unscales_what_it_measures_and_skips_for_all_optimizers_alike() -> 
         precision = MixedPrecision(name, CPU)  # type: ignore[arg-type]
         precision.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=name == "fp16")
         step = OptimizerStep(model, held, World.current(), precision)
-        norms.append(step.run([rows], squared_error(model), rows=6, lr_scale=0.0).grad_norm.item())
+        norms.append(
+            step.run([rows], squared_error(model), rows=6, adjustment=Adjustment(0.0)).grad_norm.item()
+        )
     assert norms[1] == pytest.approx(norms[0], rel=0.02)
     assert norms[2] < norms[1]
     # An overflow in the second optimizer's gradients only.
     step = OptimizerStep(model, optimizers, World.current(), MixedPrecision("fp16", CPU))
     before = flat_weights(model)
     model[2].bias.register_hook(lambda grad: grad * float("inf"))
-    result = step.run([rows], squared_error(model), rows=6, lr_scale=1.0)
+    result = step.run([rows], squared_error(model), rows=6, adjustment=Adjustment(1.0))
     assert not result.applied
     np.testing.assert_array_equal(flat_weights(model), before)
     assert step._precision.scaler.get_scale() == 65536.0 / 2

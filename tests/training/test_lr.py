@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -11,10 +12,10 @@ from torch.optim import lr_scheduler
 
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.core.lr import ScheduleProgress
+from ray_dynbs.core.lr import LR_RULES, Adjustment, Scaling, ScheduleProgress
 from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.training.loop import TrainingLoop
-from ray_dynbs.training.lr import Schedule, base_lr, scaled_lr, scheduler_class
+from ray_dynbs.training.lr import Schedule, adjusted, base_lr, scheduler_class
 from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
 from tests.support import squared_error, table, training_loop
 
@@ -55,7 +56,7 @@ def test_the_base_lr_comes_back_bit_for_bit(as_tensor: bool) -> None:
     held = [group["lr"] for group in optimizer.param_groups]
     before = [float(lr) for lr in held]
     for scale in [random.Random(0).uniform(0.01, 100) for _ in range(100)]:
-        with scaled_lr(optimizer, scale):
+        with adjusted(optimizer, Adjustment(scale)):
             inside = [float(group["lr"]) for group in optimizer.param_groups]
             assert inside == pytest.approx([lr * scale for lr in before])
     assert [float(group["lr"]) for group in optimizer.param_groups] == before
@@ -66,12 +67,42 @@ def test_the_lr_comes_back_after_an_error() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 
     def fail() -> None:
-        with scaled_lr(optimizer, 4.0):
+        with adjusted(optimizer, Adjustment(4.0)):
             raise RuntimeError("in the step")
 
     with pytest.raises(RuntimeError, match="in the step"):
         fail()
     assert base_lr(optimizer) == 0.1
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("rule", sorted(LR_RULES))
+def test_betas_eps_and_decay_return_exactly(rule: str, as_tensor: bool) -> None:
+    """A hundred changes with every rule, groups of their own, numbers or tensors."""
+    lr: Any = torch.tensor(1e-3) if as_tensor else 1e-3
+    betas: Any = (torch.tensor(0.9), torch.tensor(0.999)) if as_tensor else (0.9, 0.999)
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 5e-4, "weight_decay": 0.3}]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, foreach=False, capturable=False)
+    before = copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
+    held = [optimizer.param_groups[0]["lr"], *optimizer.param_groups[0]["betas"]]
+    rng = random.Random(rule)
+    for _ in range(100):
+        ratio = rng.uniform(0.1, 5)
+        scaling = Scaling(LR_RULES[rule](), 1000, scale_weight_decay=True)
+        adjustment = scaling.at(int(ratio * 1000), rng.uniform(0.1, 9), 3.0)
+        with adjusted(optimizer, adjustment):
+            first, second = optimizer.param_groups
+            assert float(first["lr"]) == pytest.approx(1e-3 * adjustment.lr)
+            assert float(second["lr"]) / float(first["lr"]) == pytest.approx(0.5)
+            assert second["weight_decay"] == pytest.approx(0.3 * adjustment.ratio**0.5)
+            expected = adjustment.rule.betas(adjustment.ratio, (0.9, 0.999))
+            assert [float(beta) for beta in first["betas"]] == pytest.approx(expected, rel=1e-5)
+            assert first["eps"] == pytest.approx(adjustment.rule.eps(adjustment.ratio, 1e-8))
+    after = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    assert after == before
+    if as_tensor:
+        assert all(a is b for a, b in zip(held, [after[0]["lr"], *after[0]["betas"]], strict=True))
 
 
 def test_the_step_uses_the_scaled_lr() -> None:

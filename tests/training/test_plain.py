@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.lr import Adjustment
 from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.training.plain import plain_model
 from ray_dynbs.training.precision import MixedPrecision
@@ -55,7 +56,7 @@ def ddp_weights(kind: Any, options: dict[str, Any], wrapped: bool) -> tuple[np.n
     )
     for epoch in range(5):
         for batch in feed.epoch(epoch):
-            step.run(batch.micro_batches(), squared_error(outer), rows=batch.rows, lr_scale=1.0)
+            step.run(batch.micro_batches(), squared_error(outer), rows=batch.rows, adjustment=Adjustment(1.0))
             if world.rank == 0:  # a forward of its own, as for a running metric: no collective may wait
                 outer(torch.zeros(2, 5, dtype=torch.float64))
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad and p.grad is not None]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.lr import Adjustment
 from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.training.checkpoint import STATE_FILE, TrainState, seed_everything
 from ray_dynbs.training.evaluate import evaluate
@@ -51,7 +52,7 @@ def test_token_weights_are_divided_once_over_the_whole_step() -> None:
     """3 tokens at 1.0 and 1 token at 3.0 are 1.5, not 2.0 (formulas, section 8)."""
     model = linear()
     step = make_step(model)
-    result = step.run([[(1.0, 3.0)], [(3.0, 1.0)]], weighted(model), rows=2, lr_scale=1.0)
+    result = step.run([[(1.0, 3.0)], [(3.0, 1.0)]], weighted(model), rows=2, adjustment=Adjustment(1.0))
     assert model.weight.grad.item() == pytest.approx(1.5)
     assert result.grad_norm.item() == pytest.approx(1.5)
     assert result.weight.item() == 4
@@ -61,7 +62,7 @@ def test_token_weights_are_divided_once_over_the_whole_step() -> None:
 def token_gradient(shares: list[Any]) -> float:
     model = linear()
     step = make_step(model)
-    step.run(shares[World.current().rank], weighted(model), rows=2, lr_scale=1.0)
+    step.run(shares[World.current().rank], weighted(model), rows=2, adjustment=Adjustment(1.0))
     assert model.weight.grad is not None
     return model.weight.grad.item()
 
@@ -73,9 +74,9 @@ def test_token_weights_across_ranks() -> None:
 def test_zero_weight_is_no_nan() -> None:
     model = linear()
     step = make_step(model)
-    result = step.run([[(5.0, 0.0)], [(2.0, 1.0)]], weighted(model), rows=2, lr_scale=1.0)
+    result = step.run([[(5.0, 0.0)], [(2.0, 1.0)]], weighted(model), rows=2, adjustment=Adjustment(1.0))
     assert result.grad_norm.item() == pytest.approx(2.0)
-    nothing = step.run([[(5.0, 0.0)]], weighted(model), rows=1, lr_scale=1.0)
+    nothing = step.run([[(5.0, 0.0)]], weighted(model), rows=1, adjustment=Adjustment(1.0))
     assert nothing.grad_norm.item() == 0.0
     assert torch.isfinite(model.weight).all()
 
@@ -83,7 +84,7 @@ def test_zero_weight_is_no_nan() -> None:
 def test_the_norm_is_measured_before_clipping() -> None:
     model = linear()
     step = make_step(model, lr=1.0, clip_grad_norm=0.5)
-    result = step.run([[(4.0, 1.0)]], weighted(model), rows=1, lr_scale=1.0)
+    result = step.run([[(4.0, 1.0)]], weighted(model), rows=1, adjustment=Adjustment(1.0))
     assert result.grad_norm.item() == pytest.approx(4.0)
     assert model.weight.item() == pytest.approx(-0.5, rel=1e-5)
 
@@ -112,7 +113,7 @@ def test_precisions_agree_with_fp32_within_their_own_rounding(precision: str) ->
         step = make_step(model, kind, lr=0.0)
         for _ in range(5):  # the fp16 scaler finds its scale by skipping steps
             result = step.run(
-                x.split(16), lambda b, m=model: ((m(b) ** 2).sum(), len(b)), rows=64, lr_scale=1.0
+                x.split(16), lambda b, m=model: ((m(b) ** 2).sum(), len(b)), rows=64, adjustment=Adjustment()
             )
         assert result.applied
         assert model[0].weight.dtype == torch.float32
@@ -187,13 +188,13 @@ def test_statistics_leave_non_finite_steps_out() -> None:
 )
 def test_a_loss_that_is_no_sum_and_weight_is_told_what_to_be(result: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        make_step(linear()).run([None], lambda _: result, rows=1, lr_scale=1.0)
+        make_step(linear()).run([None], lambda _: result, rows=1, adjustment=Adjustment(1.0))
 
 
 def test_negative_or_nan_weight_shows_instead_of_training_on() -> None:
     for weight in (-1.0, float("nan")):
         model = linear()
-        result = make_step(model).run([[(2.0, weight)]], weighted(model), rows=1, lr_scale=1.0)
+        result = make_step(model).run([[(2.0, weight)]], weighted(model), rows=1, adjustment=Adjustment(1.0))
         assert torch.isnan(result.grad_norm)
 
 

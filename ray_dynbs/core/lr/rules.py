@@ -1,44 +1,78 @@
-"""LR-scaling rules: the multiplier on the base LR as a function of the batch ratio.
+"""LR-scaling rules: what the optimizer's settings become as the batch changes.
 
-``ratio`` is always current over reference batch size, k = B/B_ref > 0. The result does not depend
-on how the batch got there, which is why the LR cannot drift.
+``ratio`` is always current over reference batch size, k = B/B_ref > 0. Except for AdaScale, which also
+looks at the measured noise, the result does not depend on how the batch got there, which is why the LR
+cannot drift.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+
+from ray_dynbs.core.estimators import Estimates
+
+Betas = tuple[float, float]
+ADAM_FAMILY = ("adam", "adamw")
 
 
-class LRRule(Protocol):
-    """A pure function of the batch ratio."""
+@dataclass(frozen=True)
+class Noise:
+    """The gradient as AdaScale sees it.
 
-    def scale(self, ratio: float) -> float:
+    Attributes:
+        variance: ``sigma^2``, variance of the gradient at the reference batch, >= 0.
+        sq_norm: ``mu^2 = |G|^2``, >= 0.
+    """
+
+    variance: float
+    sq_norm: float
+
+    @classmethod
+    def of(cls, estimates: Estimates, reference_batch_size: int) -> Noise | None:
+        """From what was estimated; ``None`` where the gradient is not told from its noise."""
+        grad, variance = estimates.grad_sq_norm, estimates.grad_variance
+        if grad is None or variance is None or not (grad.value > 0 and variance.value >= 0):
+            return None
+        return cls(variance.value / reference_batch_size, grad.value)
+
+
+class LRRule:
+    """Base of all rules: nothing changes."""
+
+    def scale(self, ratio: float, noise: Noise | None = None) -> float:
         """Multiplier on the base LR, > 0, for a batch ``ratio`` times the reference."""
+        return 1.0
+
+    def betas(self, ratio: float, betas: Betas) -> Betas:
+        """Adam's betas for that batch."""
+        return betas
+
+    def eps(self, ratio: float, eps: float) -> float:
+        """Adam's eps for that batch."""
+        return eps
+
+    def warmup(self, ratio: float) -> float:
+        """Multiplier on the length of the warm-up in epochs."""
+        return 1.0
+
+    def largest_ratio(self, betas: Betas) -> float:
+        """The ratio below which the rule is defined."""
+        return math.inf
 
     def doubt(self, optimizer: str) -> str | None:
         """Why this rule does not suit an optimizer (``sgd``, ``adam``, ``adamw``), or ``None``."""
-
-
-@dataclass(frozen=True)
-class NoScaling:
-    """The LR is left alone."""
-
-    def scale(self, ratio: float) -> float:
-        """Always 1."""
-        return 1.0
-
-    def doubt(self, optimizer: str) -> str | None:
-        """Nothing to say against it."""
         return None
 
 
-@dataclass(frozen=True)
-class Linear:
+class NoScaling(LRRule):
+    """The LR is left alone."""
+
+
+class Linear(LRRule):
     """LR proportional to the batch (Goyal et al. 2017, arXiv 1706.02677, section 2.1). For SGD."""
 
-    def scale(self, ratio: float) -> float:
+    def scale(self, ratio: float, noise: Noise | None = None) -> float:
         """``k``."""
         return ratio
 
@@ -47,11 +81,10 @@ class Linear:
         return None if optimizer == "sgd" else f"lr.rule linear is made for sgd; for {optimizer} use sqrt"
 
 
-@dataclass(frozen=True)
-class SquareRoot:
+class SquareRoot(LRRule):
     """LR proportional to the root of the batch (Krizhevsky 2014, arXiv 1404.5997, section 5). For Adam."""
 
-    def scale(self, ratio: float) -> float:
+    def scale(self, ratio: float, noise: Noise | None = None) -> float:
         """``sqrt(k)``."""
         return math.sqrt(ratio)
 
@@ -60,4 +93,99 @@ class SquareRoot:
         return "lr.rule sqrt is made for adam and adamw; for sgd use linear" if optimizer == "sgd" else None
 
 
-LR_RULES: dict[str, type[LRRule]] = {"none": NoScaling, "linear": Linear, "sqrt": SquareRoot}
+class AdaScale(LRRule):
+    """LR times the gain of the larger batch (Johnson et al. 2020, arXiv 2007.05105, algorithm 2). For SGD."""
+
+    def scale(self, ratio: float, noise: Noise | None = None) -> float:
+        """``r = (sigma^2 + mu^2) / (sigma^2 / k + mu^2)``, between 1 and k; without a measurement at most 1.
+
+        It saturates where the gradient outweighs its noise (McCandlish et al. 2018, eq. 2.6).
+        """
+        if noise is None:
+            return min(ratio, 1.0)
+        there = noise.variance / ratio + noise.sq_norm
+        return (noise.variance + noise.sq_norm) / there if there > 0 else 1.0
+
+    def doubt(self, optimizer: str) -> str | None:
+        """The gain is that of plain SGD."""
+        return (
+            None
+            if optimizer == "sgd"
+            else f"lr.rule adascale is made for sgd; for {optimizer} use adascale_sqrt"
+        )
+
+
+class AdaScaleSquareRoot(AdaScale):
+    """The root of AdaScale's gain, for Adam."""
+
+    def scale(self, ratio: float, noise: Noise | None = None) -> float:
+        """``sqrt(r)``."""
+        return math.sqrt(super().scale(ratio, noise))
+
+    def doubt(self, optimizer: str) -> str | None:
+        """SGD's step takes the whole gain."""
+        return (
+            "lr.rule adascale_sqrt is made for adam and adamw; for sgd use adascale"
+            if optimizer == "sgd"
+            else None
+        )
+
+
+class AdamSDE(SquareRoot):
+    """Keeps Adam's stochastic differential equation (Malladi et al. 2022, arXiv 2205.10287, def. 5.1)."""
+
+    def betas(self, ratio: float, betas: Betas) -> Betas:
+        """``beta -> 1 - k (1 - beta)`` for both."""
+        return 1 - ratio * (1 - betas[0]), 1 - ratio * (1 - betas[1])
+
+    def eps(self, ratio: float, eps: float) -> float:
+        """``eps / sqrt(k)``."""
+        return eps / math.sqrt(ratio)
+
+    def largest_ratio(self, betas: Betas) -> float:
+        """Both betas have to stay above 0."""
+        return min((1 / (1 - beta) for beta in betas if beta < 1), default=math.inf)
+
+    def doubt(self, optimizer: str) -> str | None:
+        """It is Adam's equation."""
+        return (
+            "lr.rule adam_sde is made for adam and adamw; for sgd use linear" if optimizer == "sgd" else None
+        )
+
+
+class LEGW(SquareRoot):
+    """Square root, with a warm-up of as many steps at any batch (You et al. 2019, arXiv 1901.08256)."""
+
+    def warmup(self, ratio: float) -> float:
+        """``k``: linear in epochs."""
+        return ratio
+
+    def doubt(self, optimizer: str) -> str | None:
+        """Made for both."""
+        return None
+
+
+class HalfLife(SquareRoot):
+    """Keeps the half-life of Adam's second moment in rows (Marek et al. 2025, arXiv 2507.07101)."""
+
+    def betas(self, ratio: float, betas: Betas) -> Betas:
+        """``beta2 -> beta2^k``; beta1 stays."""
+        return betas[0], betas[1] ** ratio
+
+    def doubt(self, optimizer: str) -> str | None:
+        """SGD has no second moment."""
+        return (
+            "lr.rule half_life is made for adam and adamw; for sgd use linear" if optimizer == "sgd" else None
+        )
+
+
+LR_RULES: dict[str, type[LRRule]] = {
+    "none": NoScaling,
+    "linear": Linear,
+    "sqrt": SquareRoot,
+    "adascale": AdaScale,
+    "adascale_sqrt": AdaScaleSquareRoot,
+    "adam_sde": AdamSDE,
+    "legw": LEGW,
+    "half_life": HalfLife,
+}
