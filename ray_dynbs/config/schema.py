@@ -271,8 +271,8 @@ class Batching(Section):
         for index, guard in enumerate(build_guards(self.guards)):
             if isinstance(guard, ClassCoverage) and guard.floor > self.batch.max:
                 raise ConfigError(
-                    f"guards.{index}: class_coverage needs {guard.floor} rows, batch.max is {self.batch.max}; "
-                    "allowed: a larger batch.max, or a smaller quantile"
+                    f"guards.{index}: class_coverage needs {guard.floor} rows, batch.max is {self.batch.max};"
+                    " allowed: a larger batch.max, or a smaller quantile"
                 )
         if self.policy["name"] in NEED_NOISE and self.noise.measure_every is None:
             raise ConfigError(

@@ -259,7 +259,7 @@ class TrainingLoop:
         ended = time.perf_counter() if self.is_complete else self._ended
         seconds = ended - self._started + progress.time_in_epoch_s
         rows, slowest, fullest = self._reduce(self._drawn, seconds)
-        self._measuring.adapt()
+        self._measuring.adapt(progress.steps_in_epoch)
         report = EpochReport(
             epoch=progress.epoch,
             plan_version=self._plan_version,

@@ -80,12 +80,16 @@ class Measuring:
         """Whether a step, counted from 0 over the run, is measured."""
         return self.every is not None and step % self.every == 0
 
-    def adapt(self) -> None:
-        """At a pass's end, on every rank: measure more or less often from now on."""
+    def adapt(self, steps: int) -> None:
+        """At a pass's end, on every rank: measure more or less often from now on.
+
+        Args:
+            steps: Of the pass; in the next one at least two are measured, whatever it costs.
+        """
         if self._auto:
             wanted = torch.tensor([float(self._affordable())], device=self._world.device)
             agreed = int(self._world.max_(wanted).item())
-            self.every = agreed or self.every
+            self.every = min(agreed or self.every or 1, max(steps // 2, 1))
         self._new_watches()
 
     def _affordable(self) -> int:

@@ -143,7 +143,7 @@ def test_wrong_input(case: str, command: str, config: Path, capsys: pytest.Captu
 TOGETHER = {
     "noise off": (
         ["policy.name=noise_scale", "noise.measure_every=null"],
-        "policy.name is 'noise_scale', which needs gradient noise, and noise.measure_every is null; allowed: ",
+        "is 'noise_scale', which needs gradient noise, and noise.measure_every is null; allowed: auto",
     ),
     "floor above ceiling": (
         ["guards=[{name: class_coverage, class_counts: [99.0, 1.0]}]", "batch.max=64"],
@@ -151,7 +151,7 @@ TOGETHER = {
     ),
     "rule ends inside": (
         ["optimizer.name=adam", "lr.rule=adam_sde", "batch.max=512"],
-        "holds below 10 times the reference batch of 32 (betas 0.9, 0.999), batch.max is 512; allowed: at most 319",
+        "below 10 times the reference batch of 32 (betas 0.9, 0.999), batch.max is 512; allowed: at most 319",
     ),
     "rule ends inside, by betas": (
         ["optimizer.name=adam", "optimizer.betas=[0.5, 0.9]", "lr.rule=adam_sde", "batch.max=64"],

@@ -172,12 +172,14 @@ def test_measuring_keeps_to_its_budget() -> None:
         (measuring.measured_steps, 0.012),
     ):
         watch._total_s, watch._uses = seconds * 5, 5
-    measuring.adapt()
+    measuring.adapt(1000)
     # A measured step costs 2 ms more than a plain one of 10 ms.
     assert measuring.every == pytest.approx(0.002 / (BUDGET * 0.01), abs=1)
-    measuring.adapt()
+    measuring.adapt(1000)
     assert measuring.every == 10
+    measuring.adapt(7)
+    assert measuring.every == 3
     assert not any(Measuring(None, World(0, 1, CPU)).due(step) for step in range(5))
     fixed = Measuring(3, World(0, 1, CPU))
-    fixed.adapt()
+    fixed.adapt(2)
     assert fixed.every == 3

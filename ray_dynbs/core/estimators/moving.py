@@ -1,8 +1,8 @@
 """Moving averages of two noisy, drifting quantities, at several speeds, with their standard errors.
 
 One speed cannot serve: a short memory follows a drift and is noisy, a long one is precise and late.
-So several are kept, and each quantity takes the longest memory that no shorter one contradicts
-(Lepski's rule, as in Goldenshluger and Nemirovski 1997: the intersection of confidence intervals).
+So several are kept, and each quantity takes the most precise of those that no shorter one contradicts
+(after Lepski's rule, as in Goldenshluger and Nemirovski 1997: the intersection of confidence intervals).
 """
 
 from __future__ import annotations
@@ -71,8 +71,11 @@ def correlation(row: Row) -> float:
     return min(max((xy - x * y) / scatter, -1.0), 1.0) if scatter > 0 else 0.0
 
 
-def longest_consistent(candidates: Sequence[Average]) -> Average:
-    """The last average, from short to long memory, that none before it contradicts.
+def most_precise_consistent(candidates: Sequence[Average]) -> Average:
+    """Of the averages that no shorter memory contradicts, the one with the smallest error.
+
+    That is the longest of them as long as the scatter stays the same. Where it falls, as a gradient's does
+    early in training, a long memory is dominated by old and large values, and no longer precise.
 
     Args:
         candidates: From short to long memory, at least one.
@@ -84,5 +87,6 @@ def longest_consistent(candidates: Sequence[Average]) -> Average:
         low, high = max(low, candidate.value - reach), min(high, candidate.value + reach)
         if low > high:
             break
-        chosen = candidate
+        if candidate.error <= chosen.error:
+            chosen = candidate
     return chosen

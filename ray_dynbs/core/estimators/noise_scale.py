@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from ray_dynbs.core.estimators.estimate import Estimate
-from ray_dynbs.core.estimators.moving import Average, add, averages, correlation, empty, longest_consistent
+from ray_dynbs.core.estimators.moving import (
+    Average,
+    add,
+    averages,
+    correlation,
+    empty,
+    most_precise_consistent,
+)
 from ray_dynbs.core.estimators.pieces import PieceSums
 from ray_dynbs.core.keys import Key, check_ranges
 
@@ -26,7 +33,7 @@ MEMORIES_STEPS = (10, 30, 100, 300, 1_000, 3_000, 10_000)
 class NoiseScale:
     """Exponential averages over steps, de-biased, with a standard error from the steps' own scatter.
 
-    Without a ``decay``, ``|G|^2`` and ``tr(Sigma)`` each take the longest of several memories that no
+    Without a ``decay``, ``|G|^2`` and ``tr(Sigma)`` each take the most precise of several memories that no
     shorter one contradicts: a variance that rises by the step is followed within tens of steps, while a
     gradient buried in noise is averaged over thousands.
 
@@ -86,8 +93,8 @@ class NoiseScale:
         if not state["memories"][0][0] > 0:
             return {}
         both = [averages(row) for row in state["memories"]]
-        grad = longest_consistent([pair[0] for pair in both])
-        variance = longest_consistent([pair[1] for pair in both])
+        grad = most_precise_consistent([pair[0] for pair in both])
+        variance = most_precise_consistent([pair[1] for pair in both])
         together = correlation(state["memories"][-1])
         biased = bool(state["biased"])
         return {

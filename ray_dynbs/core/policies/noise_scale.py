@@ -29,7 +29,7 @@ class FollowNoiseScale(Stateless):
 
     multiplier: Annotated[float, Key("batch over noise scale to aim at", gt=0)] = 1.0
     dead_zone: Annotated[float, Key("relative distance to the target that is left alone", ge=0)] = 0.1
-    tolerance: Annotated[float, Key("largest relative error of the noise scale to act on", gt=0)] = 0.25
+    tolerance: Annotated[float, Key("largest relative error of the noise scale to act on", gt=0)] = 0.5
     factor: Annotated[float, Key("largest factor of one move", gt=1, le=1_000)] = 2.0
 
     def __post_init__(self) -> None:
