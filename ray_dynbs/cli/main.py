@@ -87,6 +87,36 @@ def report(
 
 
 @app.command()
+def simulate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    world: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=NUMBER", help="a key of the simulated world; repeatable")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of the measurements' noise")] = 0,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="draw it as a PNG")] = None,
+) -> None:
+    """Run CONFIG's policy without training, through a world of given noise, speed and memory."""
+    from ray_dynbs.cli.simulate import simulate_command
+
+    simulate_command(load_config(config, overrides or ()), world=world or (), seed=seed, plot=plot)
+
+
+@app.command()
+def replay(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run directory")],
+    policy: Annotated[
+        Path | None, typer.Option(metavar="CONFIG", help="what this one would have decided instead")
+    ] = None,
+) -> None:
+    """Make the decisions of RUN again, bit for bit, or with another policy."""
+    from ray_dynbs.cli.simulate import replay_command
+    from ray_dynbs.storage.run_directory import RunDirectory
+
+    replay_command(RunDirectory.open(run), policy)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)

@@ -23,7 +23,7 @@ from ray_dynbs.core.policies import POLICIES
 RuleName = Literal["none", "linear", "sqrt", "adascale", "adascale_sqrt", "adam_sde", "legw", "half_life"]
 Shuffle = Literal["window", "full", "none"]
 DEFAULT_POLICY = "threshold"
-NEED_NOISE = ("noise_scale", "norm_test")
+NEED_NOISE = ("goodput", "noise_scale", "norm_test")
 Rows = Annotated[int, Field(ge=1)]
 Timeout = Annotated[float, Field(gt=0)]
 Workers = Annotated[int, Field(ge=1)]

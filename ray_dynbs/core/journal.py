@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray_dynbs.core.decision import Decision
@@ -87,3 +87,28 @@ def replay(
         if again != recorded:
             mismatches.append(Mismatch(recorded, again))
     return mismatches
+
+
+def would_have(
+    decisions: Iterable[Decision], make_manager: Callable[[], DynamicBatchSizeManager]
+) -> list[tuple[Decision, Decision]]:
+    """What another manager would have decided on the recorded signals.
+
+    The signals were measured under the recorded sizes, so this is a first look, not a prediction.
+
+    Args:
+        decisions: The journal, in file order; of work that was repeated the last counts.
+        make_manager: Builds the other manager.
+
+    Returns:
+        Recorded and other decision, for every one made from a signal.
+    """
+    manager = make_manager()
+    last = {(d.version, d.signal is None): d for d in decisions}
+    pairs = []
+    for recorded in sorted(last.values(), key=lambda d: (d.version, d.incarnation)):
+        if recorded.signal is None:
+            manager.start(world_size=recorded.plan.world_size, num_rows=recorded.num_rows)
+        else:
+            pairs.append((recorded, manager.decide(replace(recorded.signal, plan_version=manager.version))))
+    return pairs

@@ -135,6 +135,11 @@ class DynamicBatchSizeManager:
         return self._plan
 
     @property
+    def lr_scale(self) -> float:
+        """The multiplier on the base LR in force."""
+        return self._scale()[0]
+
+    @property
     def version(self) -> int:
         """Decisions made in the run's history."""
         return self._version
@@ -256,6 +261,8 @@ class DynamicBatchSizeManager:
             steps_since_change=signal.step - changed_step,
             estimates=self.estimates,
             num_rows=self._num_rows,
+            reference_batch_size=self._reference,
+            micro_ceiling=self._micro_ceiling,
         )
         proposal, self._policy_state = self._policy.update(proposal, self._policy_state, view)
         if self._num_rows is not None and proposal.global_batch_size > self._num_rows:
@@ -273,12 +280,19 @@ class DynamicBatchSizeManager:
         self._micro_ceiling = proposal.micro_ceiling
         self._plan = BatchPlan.fit(proposal.global_batch_size, self._plan.world_size, self._micro_ceiling)
 
-    def _decision(self, reasons: tuple[str, ...], signal: Signal | None) -> Decision:
+    def _scale(self) -> tuple[float, str]:
+        """The multiplier on the LR, and a word where it is cut."""
         noise = Noise.of(self.estimates, self._reference)
         scale = self._lr_rule.scale(self._plan.global_batch_size / self._reference, noise)
-        if self._max_lr_scale is not None and scale > self._max_lr_scale:
-            reasons = (*reasons, f"lr_scale {scale:g} -> {self._max_lr_scale:g} (max_scale)")
-            scale = self._max_lr_scale
+        most = self._max_lr_scale
+        if most is None or scale <= most:
+            return scale, ""
+        return most, f"lr_scale {scale:g} -> {most:g} (max_scale)"
+
+    def _decision(self, reasons: tuple[str, ...], signal: Signal | None) -> Decision:
+        scale, cut = self._scale()
+        if cut:
+            reasons = (*reasons, cut)
         return Decision(
             incarnation=self._incarnation,
             version=self._version,

@@ -58,6 +58,8 @@ class View:
         steps_since_change: Optimizer steps since then (since the start while it never has).
         estimates: What is estimated from all signals so far, each with its relative error.
         num_rows: Rows in one pass, ``None`` where unknown.
+        reference_batch_size: The batch the base LR was tuned for, ``None`` where unknown.
+        micro_ceiling: Most rows known to fit in one forward/backward, ``None`` where no limit is known.
     """
 
     signal: Signal
@@ -66,6 +68,8 @@ class View:
     steps_since_change: int = 0
     estimates: Estimates = field(default_factory=Estimates)
     num_rows: int | None = None
+    reference_batch_size: int | None = None
+    micro_ceiling: int | None = None
 
 
 class Policy(Protocol):

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from ray_dynbs.core.estimators import PieceSums, from_pieces
+from ray_dynbs.core.estimators.step_time import best_batch_of_a_line, efficiency
 from ray_dynbs.core.manager import DynamicBatchSizeManager
-from ray_dynbs.core.policies import FollowNoiseScale, NormTest
+from ray_dynbs.core.policies import FollowNoiseScale, Goodput, NormTest
 from ray_dynbs.core.signal import Signal
 
 NOISE_SCALE, DIMENSIONS, PIECES, STEPS = 600.0, 200, 4, 100
@@ -32,9 +33,11 @@ def step_sums(rng: np.random.Generator, batch_size: int, steps: int) -> PieceSum
     return sum(sums[1:], sums[0])
 
 
-def sizes_after(policy: Any, start: int, decisions: int, seed: int = 0) -> list[int]:
+def sizes_after(
+    policy: Any, start: int, decisions: int, seed: int = 0, step_time: Any = None, **options: Any
+) -> list[int]:
     rng = np.random.default_rng(seed)
-    manager = DynamicBatchSizeManager(start, 100_000, 1, policy=policy)
+    manager = DynamicBatchSizeManager(start, 100_000, 1, policy=policy, **options)
     for number in range(decisions):
         pieces = step_sums(rng, manager.get_current_batch_size(), STEPS)
         signal = Signal.measured(
@@ -44,6 +47,7 @@ def sizes_after(policy: Any, start: int, decisions: int, seed: int = 0) -> list[
             num_finite_steps=STEPS,
             pieces=pieces,
             grad_norm=1.0,
+            step_time_s=step_time and step_time(manager.plan) * float(np.exp(rng.normal(0, 0.02))),
         )
         manager.decide(signal)
     return manager.batch_size_history
@@ -66,6 +70,29 @@ def test_norm_test_settles_where_its_bias_puts_it(eta: float, unbiased: bool) ->
         sizes = sizes_after(NormTest(eta=eta, unbiased=unbiased), 128, 60, seed)
         assert sizes[-1] == pytest.approx(expected, rel=0.15)
         assert sizes == sorted(sizes)
+        assert sum(a != b for a, b in zip(sizes[-21:], sizes[-20:], strict=False)) <= 1
+
+
+@pytest.mark.parametrize("start", [32, 128, 2_000, 10_000])
+@pytest.mark.parametrize("knee", [20.0, 200.0])
+def test_goodput_settles_where_it_is_within_five_percent_of_the_best(start: int, knee: float) -> None:
+    """One rank, steps of ``knee + B``: the best is at sqrt(noise scale x knee), from below and above."""
+    reference = 32
+    best = max(best_batch_of_a_line(NOISE_SCALE, knee, 1.0), reference)
+
+    def goodput(batch: float) -> float:
+        return batch / (knee + batch) * efficiency(batch, NOISE_SCALE, reference)
+
+    for seed in range(3):
+        sizes = sizes_after(
+            Goodput(),
+            start,
+            60,
+            seed,
+            step_time=lambda plan: 1e-3 * (knee + plan.global_batch_size),
+            reference_batch_size=reference,
+        )
+        assert goodput(sizes[-1]) >= 0.95 * goodput(best)
         assert sum(a != b for a, b in zip(sizes[-21:], sizes[-20:], strict=False)) <= 1
 
 

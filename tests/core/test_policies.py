@@ -29,6 +29,7 @@ from ray_dynbs.core.policies import (
     POLICIES,
     Fixed,
     FollowNoiseScale,
+    Goodput,
     NormTest,
     Plateau,
     Schedule,
@@ -42,6 +43,7 @@ POLICY_CASES: dict[str, Policy] = {
     "threshold": Threshold(),
     "threshold relative": Threshold(relative=True, relative_window=3),
     "noise_scale": FollowNoiseScale(),
+    "goodput": Goodput(),
     "norm_test": NormTest(),
     "norm_test unbiased": NormTest(unbiased=True, eta=0.3),
     "plateau": Plateau(),
@@ -80,10 +82,11 @@ def signals(draw: st.DrawFn) -> dict[str, Any]:
         "val_loss": draw(numbers),
         "samples_seen": draw(st.integers(0, 8)),
         "pieces": draw(st.none() | pieces),
+        "step_time_s": draw(numbers),
     }
 
 
-LEAPS = {"norm_test", "norm_test unbiased", "schedule", "schedule ramp"}
+LEAPS = {"goodput", "norm_test", "norm_test unbiased", "schedule", "schedule ramp"}
 """What may go to its size in one move: put a growth_limit behind it to keep it from that."""
 
 

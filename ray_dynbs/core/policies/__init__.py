@@ -1,6 +1,7 @@
 """The policies, by the name a configuration uses."""
 
 from ray_dynbs.core.policies.fixed import Fixed
+from ray_dynbs.core.policies.goodput import Goodput
 from ray_dynbs.core.policies.noise_scale import FollowNoiseScale
 from ray_dynbs.core.policies.norm_test import NormTest
 from ray_dynbs.core.policies.plateau import Plateau
@@ -9,6 +10,7 @@ from ray_dynbs.core.policies.threshold import Threshold
 
 POLICIES = {
     "fixed": Fixed,
+    "goodput": Goodput,
     "noise_scale": FollowNoiseScale,
     "norm_test": NormTest,
     "plateau": Plateau,
@@ -16,4 +18,4 @@ POLICIES = {
     "threshold": Threshold,
 }
 
-__all__ = ["POLICIES", "Fixed", "FollowNoiseScale", "NormTest", "Plateau", "Schedule", "Threshold"]
+__all__ = ["POLICIES", "Fixed", "FollowNoiseScale", "Goodput", "NormTest", "Plateau", "Schedule", "Threshold"]
