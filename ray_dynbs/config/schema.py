@@ -145,6 +145,7 @@ class LRSection(Section):
 
     rule: RuleName = Field("none", description="multiplier on the base LR as the batch changes")
     warmup_epochs: float = Field(0.0, ge=0, description="passes over which the multiplier is phased in")
+    ramp_steps: int = Field(0, ge=0, description="optimizer steps over which a later change is phased in")
     scale_weight_decay: bool = Field(False, description="weight decay times the root of B / B_ref")
     reference_batch_size: Rows | None = Field(
         None, description="batch the base LR was tuned for; batch.initial"
@@ -288,6 +289,7 @@ class Batching(Section):
             rule=LR_RULES[self.lr.rule](),
             reference_batch_size=self.reference_batch_size,
             warmup_epochs=self.lr.warmup_epochs,
+            ramp_steps=self.lr.ramp_steps,
             scale_weight_decay=self.lr.scale_weight_decay,
         )
 

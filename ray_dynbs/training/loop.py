@@ -11,7 +11,7 @@ import torch
 
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.estimators import PieceSums
-from ray_dynbs.core.lr import Adjustment, Scaling
+from ray_dynbs.core.lr import Adjustment, Scaling, ramped_scale
 from ray_dynbs.training.checkpoint import seed_everything
 from ray_dynbs.training.feed import IndexedFeed, StepBatch
 from ray_dynbs.training.lr import Schedule, base_lr
@@ -38,6 +38,8 @@ class Progress:
         rows_in_epoch: Rows of the pass used so far: its position in the data.
         steps_in_epoch: Steps of the pass so far.
         time_in_epoch_s: Time spent on the pass so far.
+        ramp_from: The LR multiplier in force when it last changed.
+        ramp_step: Steps so far when it did.
     """
 
     epoch: int = 0
@@ -47,6 +49,8 @@ class Progress:
     rows_in_epoch: int = 0
     steps_in_epoch: int = 0
     time_in_epoch_s: float = 0.0
+    ramp_from: float = 1.0
+    ramp_step: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able."""
@@ -147,6 +151,12 @@ class TrainingLoop:
     def apply(self, decision: Decision) -> None:
         """Take a decision over: it holds from the very next step."""
         self._feed.set_plan(decision.plan)
+        progress = self.progress
+        # A start is no change; where it goes on in the middle of a ramp, the progress knows.
+        if progress.step == 0:
+            progress.ramp_from = decision.lr_scale
+        elif decision.signal is not None and decision.lr_scale != self._lr_scale:
+            progress.ramp_from, progress.ramp_step = self._ramped(), progress.step
         self._lr_scale, self._plan_version = decision.lr_scale, decision.version
 
     def refer_to(self, reference_batch_size: int) -> None:
@@ -205,7 +215,7 @@ class TrainingLoop:
         self._probe(batch, loss_fn)
         progress = self.progress
         seen = progress.epoch + batch.first_row / self._feed.num_rows
-        adjustment = self._scaling.at(batch.plan.global_batch_size, self._lr_scale, seen)
+        adjustment = self._scaling.at(batch.plan.global_batch_size, self._ramped(), seen)
         self._last_lr = base_lr(self._step.optimizers[0]) * adjustment.lr
         self._last_scale = adjustment.lr
         result = self._run(batch, loss_fn, adjustment)
@@ -224,6 +234,11 @@ class TrainingLoop:
             schedule.after_step(progress.epoch, progress.rows_in_epoch, applied=result.applied)
         self._look_for_spoilt_weights()
         return result
+
+    def _ramped(self) -> float:
+        progress = self.progress
+        since, length = progress.step - progress.ramp_step, self._scaling.ramp_steps
+        return ramped_scale(progress.ramp_from, self._lr_scale, since, length)
 
     def _run(self, batch: StepBatch, loss_fn: LossFn, adjustment: Adjustment) -> StepResult:
         measuring = self._measuring

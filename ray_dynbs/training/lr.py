@@ -168,14 +168,15 @@ class Schedule:
         """
         scheduler = self.scheduler
         if scheduler is not None and (self.planned_steps is None or self._count < self.planned_steps):
-            if self._last_seen is not None and scheduler.last_epoch != self._last_seen:
+            count = getattr(scheduler, "last_epoch", None)  # a ChainedScheduler has none
+            if self._last_seen is not None and count != self._last_seen:
                 raise RuntimeError(
                     f"{type(scheduler).__name__} was stepped from elsewhere (its count is "
-                    f"{scheduler.last_epoch}, expected {self._last_seen}); allowed: either scheduler.step() "
+                    f"{count}, expected {self._last_seen}); allowed: either scheduler.step() "
                     "in the loop, once per epoch, or the scheduler given to prepare()"
                 )
             scheduler.step()
-            self._last_seen = scheduler.last_epoch
+            self._last_seen = getattr(scheduler, "last_epoch", None)
         self._count += 1
 
     def state_dict(self) -> dict[str, Any]:

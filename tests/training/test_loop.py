@@ -298,6 +298,21 @@ def test_a_scheduler_stepped_twice_is_noticed() -> None:
         loop.step(next(batches), squared_error(model))
 
 
+def test_schedulers_made_of_others_work() -> None:
+    for kind in ("chained", "sequential"):
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        parts = [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma) for gamma in (0.5, 0.5)]
+        made: Any = torch.optim.lr_scheduler.ChainedScheduler(parts)
+        if kind == "sequential":
+            made = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+        schedule = Schedule(made, ScheduleProgress(30, 10))
+        optimizer.step()
+        for rows in (10, 20, 30):
+            schedule.after_step(0, rows, applied=True)
+        assert optimizer.param_groups[0]["lr"] == (0.5**6 if kind == "chained" else 0.5)
+
+
 def test_only_one_iteration_at_a_time() -> None:
     model, loop, _ = build()
     outer = loop.batches()

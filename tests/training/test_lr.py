@@ -14,6 +14,7 @@ from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.lr import LR_RULES, Adjustment, Scaling, ScheduleProgress
 from ray_dynbs.core.plan import BatchPlan
+from ray_dynbs.core.signal import Signal
 from ray_dynbs.training.loop import TrainingLoop
 from ray_dynbs.training.lr import Schedule, adjusted, base_lr, scheduler_class
 from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
@@ -32,8 +33,10 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
     "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1},
 }
 
+MEASURED = Signal.measured(num_steps=1)
 
-def decision(size: int, scale: float, version: int = 1) -> Decision:
+
+def decision(size: int, scale: float, version: int = 1, signal: Signal | None = MEASURED) -> Decision:
     return Decision(
         incarnation=0,
         version=version,
@@ -45,6 +48,7 @@ def decision(size: int, scale: float, version: int = 1) -> Decision:
         micro_ceiling=None,
         num_rows=None,
         reasons=(),
+        signal=signal,
     )
 
 
@@ -118,6 +122,35 @@ def test_the_step_uses_the_scaled_lr() -> None:
         assert report.lr == pytest.approx(0.01 * scale)
         moved.append(model[0].weight.detach() - before)
     torch.testing.assert_close(moved[1], 3 * moved[0])
+
+
+def test_a_change_is_ramped_and_goes_on_after_a_restart() -> None:
+    def build() -> tuple[Any, TrainingLoop]:
+        model, loop = training_loop(
+            table(40), BatchPlan.fit(8, 1), make_optimizer=lambda p: torch.optim.SGD(p, lr=1.0)
+        )
+        loop._scaling = Scaling(LR_RULES["none"](), 8, ramp_steps=8)
+        return model, loop
+
+    def scales(model: Any, loop: TrainingLoop) -> list[float]:
+        found = []
+        for batch in loop.batches():
+            loop.step(batch, lambda rows: (0 * squared_error(model)(rows)[0], len(rows["y"])))
+            found.append(loop._last_scale)
+        loop.finish_epoch()
+        return found
+
+    model, loop = build()
+    loop.apply(decision(8, 2.0, signal=None))
+    assert scales(model, loop) == [2.0] * 5
+    loop.apply(decision(8, 4.0, 1))
+    assert scales(model, loop) == [2.25, 2.5, 2.75, 3.0, 3.25]
+    again_model, again = build()
+    again.load_state_dict(loop.state_dict())
+    again.apply(decision(8, 4.0, 1, signal=None))
+    assert scales(again_model, again) == scales(model, loop) == [3.5, 3.75, 4.0, 4.0, 4.0]
+    again.apply(decision(8, 1.0, 2))
+    assert scales(again_model, again)[0] == 4.0 - 3.0 / 8
 
 
 def run_with_sizes(name: str, sizes: list[int], reference: int) -> tuple[float, TrainingLoop]:

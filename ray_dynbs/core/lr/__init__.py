@@ -3,7 +3,7 @@
 from ray_dynbs.core.lr.progress import ScheduleProgress
 from ray_dynbs.core.lr.rules import ADAM_FAMILY, LR_RULES, LRRule, Noise, NoScaling
 from ray_dynbs.core.lr.scaling import Adjustment, Scaling
-from ray_dynbs.core.lr.warmup import warmed_scale
+from ray_dynbs.core.lr.warmup import ramped_scale, warmed_scale
 
 __all__ = [
     "ADAM_FAMILY",
@@ -14,5 +14,6 @@ __all__ = [
     "Noise",
     "Scaling",
     "ScheduleProgress",
+    "ramped_scale",
     "warmed_scale",
 ]

@@ -33,6 +33,7 @@ class Scaling:
         rule: The rule.
         reference_batch_size: The batch the base LR was tuned for, rows.
         warmup_epochs: Passes over which the multiplier is phased in, at the reference batch.
+        ramp_steps: Steps over which a change of the multiplier is phased in, 0 for at once.
         scale_weight_decay: Multiply weight decay by ``sqrt(k)``: with the LR at ``sqrt(k)`` that keeps
             ``B / (LR x decay x rows)`` constant.
     """
@@ -40,6 +41,7 @@ class Scaling:
     rule: LRRule = field(default_factory=NoScaling)
     reference_batch_size: int = 1
     warmup_epochs: float = 0.0
+    ramp_steps: int = 0
     scale_weight_decay: bool = False
 
     def at(self, batch_size: int, scale: float, epochs_seen: float) -> Adjustment:
