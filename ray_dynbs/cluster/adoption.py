@@ -114,6 +114,7 @@ class Adoption:
             world=self.world,
             seed=self.settings.seed,
             scaling=self.settings.scaling,
+            cadence=self.settings.batch.cadence,
             measure_every=self.settings.noise.measure_every,
             split_to_measure=self.settings.splits_to_measure,
         )

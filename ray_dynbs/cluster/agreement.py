@@ -15,7 +15,7 @@ import ray
 from ray_dynbs.cluster.coordinator import DecisionRequest, EpochRecord, Reply
 from ray_dynbs.cluster.record import make_row, make_signal
 from ray_dynbs.core.decision import Decision
-from ray_dynbs.training.loop import EpochReport, Progress
+from ray_dynbs.training.loop import EpochReport, Interval, Progress
 from ray_dynbs.training.world import World
 
 COORDINATOR_TIMEOUT_S = 60.0
@@ -69,10 +69,20 @@ class Agreement:
         self._unsent.append(EpochRecord(row, tuple(self.notes)))
         self.notes.clear()
         world_size = (applied or self.decision).plan.world_size
-        signal = make_signal(report, progress, validation, metric=self._metric, world_size=world_size)
+        self._decide(report.interval, progress, validation, world_size)
+
+    def decide_within(self, interval: Interval, progress: Progress) -> None:
+        """The same in the middle of a pass: there is no epoch to record yet, and no validation."""
+        self._decide(interval, progress, {}, self._world.size)
+
+    def _decide(
+        self, interval: Interval, progress: Progress, validation: Mapping[str, float], world_size: int
+    ) -> None:
+        signal = make_signal(interval, progress, validation, metric=self._metric, world_size=world_size)
         reply = self._ask("decide", DecisionRequest(self.state, signal, tuple(self._unsent)))
         if reply is None:
-            self.notes.append(f"the coordinator did not answer after epoch {report.epoch}: the plan was kept")
+            where = f"step {progress.step} (epoch {interval.epoch})"
+            self.notes.append(f"the coordinator did not answer after {where}: the plan was kept")
         else:
             self._unsent.clear()
             self._agree(reply)

@@ -1,4 +1,4 @@
-"""What rank 0 tells the coordinator about an epoch: the signal, and the row of ``epochs.parquet``."""
+"""What rank 0 tells the coordinator: the signal, and the row of ``epochs.parquet``."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from typing import Any
 
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.signal import Signal
-from ray_dynbs.training.loop import EpochReport, Progress
+from ray_dynbs.training.loop import EpochReport, Interval, Progress
 
 
 def make_signal(
-    report: EpochReport, progress: Progress, validation: Mapping[str, float], *, metric: str, world_size: int
+    interval: Interval, progress: Progress, validation: Mapping[str, float], *, metric: str, world_size: int
 ) -> Signal:
-    """The measurements of an epoch as the manager wants them.
+    """The measurements since the last decision as the manager wants them.
 
     Args:
-        report: What the training pass measured.
+        interval: What training measured.
         progress: Where the run is after it.
-        validation: Mean loss and metrics; empty without validation rows.
+        validation: Mean loss and metrics; empty without validation rows, and within a pass.
         metric: Name of the metric that counts.
         world_size: Number of ranks.
     """
-    totals = report.totals
+    totals = interval.totals
     return Signal.measured(
-        epoch=report.epoch,
-        epochs_seen=float(progress.epoch),
+        epoch=interval.epoch,
+        epochs_seen=interval.epochs_seen,
         step=progress.step,
         samples_seen=progress.samples_seen,
-        plan_version=report.plan_version,
+        plan_version=interval.plan_version,
         world_size=world_size,
         num_steps=totals.num_steps,
         num_finite_steps=totals.num_finite_steps,
-        rows=report.rows,
+        rows=interval.rows,
         grad_norm=totals.grad_norm,
         train_loss=totals.loss,
         val_loss=validation.get("loss"),
         val_metric=validation.get(metric),
-        memory_fraction=report.memory_fraction,
-        step_time_s=report.epoch_time_s / max(report.steps, 1),
+        memory_fraction=interval.memory_fraction,
+        step_time_s=interval.step_time_s,
         pieces=totals.pieces,
     )
 

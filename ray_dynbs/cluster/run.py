@@ -130,7 +130,11 @@ class Run:
             raise RuntimeError(
                 "step() before batches(); allowed: for batch in run.batches(): run.step(batch, ...)"
             )
-        return self._begun[0].step(batch, loss_fn)
+        loop, agreement = self._begun
+        result = loop.step(batch, loss_fn)
+        if loop.decision_due:
+            agreement.decide_within(loop.report_interval(), loop.progress)
+        return result
 
     def log(self, **validation: float) -> None:
         """Hand in what validation gave, before the next pass: ``loss`` and any metric; rank 0's count."""

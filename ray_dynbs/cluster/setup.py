@@ -67,6 +67,7 @@ class Parts:
             world=self.world,
             seed=config.seed,
             scaling=config.scaling,
+            cadence=config.batch.cadence,
             measure_every=config.noise.measure_every,
             split_to_measure=config.splits_to_measure,
             progress=progress,

@@ -66,13 +66,16 @@ class Worker:
 
     def train_epoch(self) -> EpochReport:
         """One pass: train, evaluate, decide, save."""
-        report = self._loop.train_epoch(self._parts.loss)
+        report = self._loop.train_epoch(self._parts.loss, self._decide_within)
         validation = self._parts.evaluate(self._agreement.decision.plan.micro_batch_size)
         self._parts.state.schedule.after_epoch(validation.get("loss", report.totals.loss))
         self._keep_best(validation)
         self._agreement.decide(report, self._loop.progress, validation)
         self._save()
         return report
+
+    def _decide_within(self) -> None:
+        self._agreement.decide_within(self._loop.report_interval(), self._loop.progress)
 
     def _restore(self) -> tuple[Progress, dict[str, Any] | None, list[str]]:
         """Position, manager state and what to say, of the newest checkpoint if there is one."""

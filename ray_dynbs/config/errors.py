@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-_UNION_MEMBERS = ("str", "bool", "list[str]", "constrained-int", "list[constrained-int]")
+_UNION_MEMBERS = ("str", "bool", "list[str]", "constrained-int", "list[constrained-int]", "dict[str,int]")
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from ray_dynbs.config.components import build_guards, build_policy, with_defaults
 from ray_dynbs.config.errors import nearest
+from ray_dynbs.core.cadence import Cadence
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.estimators import NoiseScale
 from ray_dynbs.core.guards import GUARDS, ClassCoverage
@@ -129,7 +130,9 @@ class BatchSection(Section):
     initial: Rows = Field(32, description="to begin with")
     min: Rows = Field(8, description="never smaller")
     max: Rows = Field(512, description="never larger")
-    decide_every: Literal["epoch"] = Field("epoch", description="when it may change")
+    decide_every: Literal["epoch"] | dict[str, int] = Field(
+        "epoch", description="when it may change: epoch, {steps: N} or {samples: N}, and at every epoch's end"
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> BatchSection:
@@ -137,7 +140,20 @@ class BatchSection(Section):
             raise ConfigError(f"min is {self.min} and max is {self.max}; allowed: min at most max")
         if not self.min <= self.initial <= self.max:
             raise ConfigError(f"initial is {self.initial}; allowed: {self.min} to {self.max} (min to max)")
+        every = self.decide_every
+        if isinstance(every, dict) and (
+            len(every) != 1 or not every.keys() <= {"steps", "samples"} or min(every.values()) < 1
+        ):
+            raise ConfigError(
+                f"decide_every is {every}; allowed: epoch, {{steps: N}} or {{samples: N}} with N at least 1"
+            )
         return self
+
+    @property
+    def cadence(self) -> Cadence:
+        """When a decision is due."""
+        every = self.decide_every
+        return Cadence() if isinstance(every, str) else Cadence(**every)
 
 
 class LRSection(Section):

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 
+from ray_dynbs.core.cadence import Cadence
 from ray_dynbs.core.decision import Decision
-from ray_dynbs.core.estimators import PieceSums
 from ray_dynbs.core.lr import Adjustment, Scaling, ramped_scale
 from ray_dynbs.training.checkpoint import seed_everything
 from ray_dynbs.training.feed import IndexedFeed, StepBatch
 from ray_dynbs.training.lr import Schedule, base_lr
 from ray_dynbs.training.measuring import Every, Measuring
 from ray_dynbs.training.memory import memory_fraction
-from ray_dynbs.training.stats import StepStats, Totals
+from ray_dynbs.training.stats import NOTHING, StepStats, Totals
 from ray_dynbs.training.step import LossFn, OptimizerStep, StepResult
 from ray_dynbs.training.sums import PROBE_ROWS, check_loss_is_sum
 from ray_dynbs.training.world import World
@@ -38,6 +38,8 @@ class Progress:
         rows_in_epoch: Rows of the pass used so far: its position in the data.
         steps_in_epoch: Steps of the pass so far.
         time_in_epoch_s: Time spent on the pass so far.
+        decided_step: Steps so far when the last decision was made.
+        decided_samples: Rows so far when it was.
         ramp_from: The LR multiplier in force when it last changed.
         ramp_step: Steps so far when it did.
     """
@@ -49,6 +51,8 @@ class Progress:
     rows_in_epoch: int = 0
     steps_in_epoch: int = 0
     time_in_epoch_s: float = 0.0
+    decided_step: int = 0
+    decided_samples: int = 0
     ramp_from: float = 1.0
     ramp_step: int = 0
 
@@ -58,12 +62,37 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Interval:
+    """What was measured since the last decision; the same on every rank.
+
+    Attributes:
+        epoch: The pass it ends in, from 0.
+        epochs_seen: Passes completed at its end, fractions included.
+        plan_version: Version of the decision it was trained under.
+        steps: Optimizer steps.
+        rows: Rows of those steps.
+        totals: Loss, weight, gradient norm and noise sums.
+        memory_fraction: Worst rank's, at its end.
+        step_time_s: Slowest rank's mean time of a step.
+    """
+
+    epoch: int
+    epochs_seen: float
+    plan_version: int
+    steps: int
+    rows: int
+    totals: Totals
+    memory_fraction: float
+    step_time_s: float
+
+
+@dataclass(frozen=True)
 class EpochReport:
     """What one pass did; the same on every rank.
 
     Attributes:
         epoch: The pass, from 0.
-        plan_version: Version of the decision it was trained under.
+        interval: What was measured since the last decision, which may lie within the pass.
         steps: Optimizer steps.
         rows: Rows really drawn, counted batch by batch and summed over ranks.
         totals: Loss, weight and gradient norm sums.
@@ -74,7 +103,7 @@ class EpochReport:
     """
 
     epoch: int
-    plan_version: int
+    interval: Interval
     steps: int
     rows: int
     totals: Totals
@@ -90,10 +119,9 @@ class EpochReport:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> EpochReport:
         """The inverse of :meth:`to_json`."""
-        totals = dict(data["totals"])
-        pieces = totals.pop("pieces")
-        restored = Totals(**totals, pieces=None if pieces is None else PieceSums.from_json(pieces))
-        return cls(**{**data, "totals": restored})
+        interval = {**data["interval"], "totals": Totals.from_json(data["interval"]["totals"])}
+        totals = Totals.from_json(data["totals"])
+        return cls(**{**data, "interval": Interval(**interval), "totals": totals})
 
 
 class TrainingLoop:
@@ -110,6 +138,7 @@ class TrainingLoop:
         world: The ranks.
         seed: Seed of each epoch's random numbers.
         scaling: How the LR follows the batch.
+        cadence: When a decision is due within a pass.
         measure_every: Steps from one measurement of gradient noise to the next; ``auto``; ``None``: never.
         split_to_measure: On one rank, cut a lone micro-batch in two on measured steps: the sum is the same
             but for rounding.
@@ -126,6 +155,7 @@ class TrainingLoop:
         world: World,
         seed: int = 0,
         scaling: Scaling | None = None,
+        cadence: Cadence | None = None,
         measure_every: Every = None,
         split_to_measure: bool = False,
         progress: Progress | None = None,
@@ -133,7 +163,9 @@ class TrainingLoop:
         self._model, self._step, self._schedules = model, step, tuple(schedules)
         self._feed, self._world = feed, world
         self._seed, self._scaling = seed, scaling or Scaling()
-        self._stats = StepStats(world.device)
+        self._cadence = cadence or Cadence()
+        self._stats, self._decided_upon = StepStats(world.device), NOTHING
+        self._interval_s = 0.0
         self._measuring = Measuring(measure_every, world)
         self._split = split_to_measure and world.size == 1
         self._lr_scale, self._plan_version = 1.0, 0
@@ -141,7 +173,7 @@ class TrainingLoop:
         self._current: StepBatch | None = None
         self._pass: object = None
         self._drawn = 0
-        self._started = self._looked = self._ended = time.perf_counter()
+        self._started = self._looked = self._ended = self._interval_started = time.perf_counter()
         self._probed = False
         self.notes: list[str] = []
         self.progress = progress or Progress()
@@ -163,11 +195,12 @@ class TrainingLoop:
         """Take the base LR for that of another batch, rows."""
         self._scaling = replace(self._scaling, reference_batch_size=reference_batch_size)
 
-    def train_epoch(self, loss_fn: LossFn) -> EpochReport:
+    def train_epoch(self, loss_fn: LossFn, decide: Callable[[], None] | None = None) -> EpochReport:
         """Train one pass, all rows once.
 
         Args:
             loss_fn: Loss sum and weight of a micro-batch.
+            decide: Called where a decision is due within the pass.
 
         Raises:
             RuntimeError: the rows drawn are not the rows there are, which is a fault of this library.
@@ -175,6 +208,8 @@ class TrainingLoop:
         self._model.train()
         for batch in self.batches():
             self.step(batch, loss_fn)
+            if decide is not None and self.decision_due:
+                decide()
         report = self.finish_epoch()
         if report.rows != self._feed.num_rows:
             raise RuntimeError(f"epoch {report.epoch} drew {report.rows} rows of {self._feed.num_rows}")
@@ -191,7 +226,7 @@ class TrainingLoop:
                 has begun meanwhile.
         """
         progress = self.progress
-        self._started = self._ended = time.perf_counter()
+        self._started = self._ended = self._interval_started = time.perf_counter()
         this = self._pass = object()
         seed_everything(self._seed, progress.epoch, self._world.rank)
         for batch in self._feed.epoch(progress.epoch, progress.rows_in_epoch):
@@ -254,6 +289,40 @@ class TrainingLoop:
             )
 
     @property
+    def decision_due(self) -> bool:
+        """Whether a decision is to be made before the next step; at a pass's end one is made anyway."""
+        progress = self.progress
+        since = progress.step - progress.decided_step, progress.samples_seen - progress.decided_samples
+        return not self.is_complete and self._cadence.due(*since)
+
+    def report_interval(self) -> Interval:
+        """What was measured since the last decision; on every rank at the same step."""
+        interval, totals = self._interval(time.perf_counter())
+        self._decided_upon += totals
+        return interval
+
+    def _interval(self, now: float) -> tuple[Interval, Totals]:
+        totals = self._stats.take()  # waits for the device, so the time is the real one
+        self._refuse_spoilt_weights(totals)
+        progress = self.progress
+        steps = progress.step - progress.decided_step
+        seconds = now - self._interval_started + self._interval_s
+        _, slowest, fullest = self._reduce(0, seconds)
+        interval = Interval(
+            epoch=progress.epoch,
+            epochs_seen=progress.epoch + progress.rows_in_epoch / self._feed.num_rows,
+            plan_version=self._plan_version,
+            steps=steps,
+            rows=progress.samples_seen - progress.decided_samples,
+            totals=totals,
+            memory_fraction=fullest,
+            step_time_s=slowest / max(steps, 1),
+        )
+        progress.decided_step, progress.decided_samples = progress.step, progress.samples_seen
+        self._interval_started, self._interval_s = time.perf_counter(), 0.0
+        return interval, totals
+
+    @property
     def is_complete(self) -> bool:
         """Whether every row of the pass has been used."""
         return self.progress.rows_in_epoch >= self._feed.num_rows
@@ -266,21 +335,21 @@ class TrainingLoop:
                 step. Where such steps are left out only if no step of the pass was finite.
         """
         progress, self._current = self.progress, None
-        totals = self._stats.take()  # waits for the device, so the time below is the real one
-        self._refuse_spoilt_weights(totals)
         if not self.is_complete:
             for schedule in self._schedules:
                 schedule.leave(progress.epoch, progress.rows_in_epoch)
-        ended = time.perf_counter() if self.is_complete else self._ended
-        seconds = ended - self._started + progress.time_in_epoch_s
+        left_at = None if self.is_complete else self._ended
+        interval, totals = self._interval(left_at or time.perf_counter())
+        seconds = (left_at or time.perf_counter()) - self._started + progress.time_in_epoch_s
         rows, slowest, fullest = self._reduce(self._drawn, seconds)
+        self._synchronise_buffers()
         self._measuring.adapt(progress.steps_in_epoch)
         report = EpochReport(
             epoch=progress.epoch,
-            plan_version=self._plan_version,
+            interval=interval,
             steps=progress.steps_in_epoch,
             rows=rows,
-            totals=totals,
+            totals=self._decided_upon + totals,
             lr=self._last_lr,
             lr_scale=self._last_scale,
             memory_fraction=fullest,
@@ -289,6 +358,7 @@ class TrainingLoop:
         progress.epoch += 1
         progress.rows_in_epoch = progress.steps_in_epoch = self._drawn = 0
         progress.time_in_epoch_s = 0.0
+        self._decided_upon = NOTHING
         return report
 
     def state_dict(self) -> dict[str, Any]:
@@ -299,6 +369,8 @@ class TrainingLoop:
         return {
             "progress": progress,
             "stats": self._stats.state_dict(),
+            "decided_upon": self._decided_upon.to_json(),
+            "interval_s": self._ended - self._interval_started if self.progress.rows_in_epoch else 0.0,
             "last_lr": self._last_lr,
             "last_scale": self._last_scale,
         }
@@ -307,6 +379,8 @@ class TrainingLoop:
         """Go on where :meth:`state_dict` was taken."""
         self.progress = Progress(**state["progress"])
         self._stats.load_state_dict(state["stats"])
+        self._decided_upon = Totals.from_json(state["decided_upon"])
+        self._interval_s = state["interval_s"]
         self._last_lr, self._last_scale = state["last_lr"], state["last_scale"]
         # Drawn before the restart, by all ranks: counted once.
         self._drawn = self.progress.rows_in_epoch if self._world.rank == 0 else 0
@@ -348,14 +422,16 @@ class TrainingLoop:
         _stop(totals.first_bad_step, self.progress.epoch)
 
     def _reduce(self, rows: int, seconds: float) -> tuple[int, float, float]:
-        """Rows over all ranks, slowest time, fullest memory; running buffers become rank 0's."""
+        """Rows over all ranks, slowest time, fullest memory."""
         device = self._world.device
         total = self._world.sum_(torch.tensor([rows], device=device))
         worst = torch.tensor([seconds, memory_fraction(device)], dtype=torch.float64, device=device)
         slowest, fullest = self._world.max_(worst).tolist()
+        return int(total.item()), slowest, fullest
+
+    def _synchronise_buffers(self) -> None:
         for buffer in self._model.buffers():
             self._world.broadcast_(buffer.data)
-        return int(total.item()), slowest, fullest
 
 
 def _stop(step: int, epoch: int) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -33,6 +33,30 @@ class Totals:
     first_bad_step: int | None
     pieces: PieceSums | None = None
 
+    def __add__(self, other: Totals) -> Totals:
+        """Of both, the other one's steps later."""
+        first = other.first_bad_step if self.first_bad_step is None else self.first_bad_step
+        pieces = self.pieces + other.pieces if self.pieces and other.pieces else self.pieces or other.pieces
+        return Totals(
+            num_steps=self.num_steps + other.num_steps,
+            num_finite_steps=self.num_finite_steps + other.num_finite_steps,
+            norm_sum=self.norm_sum + other.norm_sum,
+            loss_sum=self.loss_sum + other.loss_sum,
+            weight_sum=self.weight_sum + other.weight_sum,
+            first_bad_step=first,
+            pieces=pieces,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Totals:
+        """The inverse of :meth:`to_json`."""
+        pieces = data["pieces"]
+        return cls(**{**data, "pieces": None if pieces is None else PieceSums.from_json(pieces)})
+
     @property
     def grad_norm(self) -> float:
         """Mean gradient norm of the finite steps; NaN where there is none."""
@@ -42,6 +66,10 @@ class Totals:
     def loss(self) -> float:
         """Summed loss over summed weight of the finite steps; NaN where there is no weight."""
         return self.loss_sum / self.weight_sum if self.weight_sum else float("nan")
+
+
+NOTHING = Totals(0, 0, 0.0, 0.0, 0.0, None)
+"""No step."""
 
 
 class StepStats:

@@ -125,6 +125,21 @@ WRONG = {
     "policy is a module": ("policy.name=os.path", "a module; allowed: a function or class"),
     "policy raises": ("policy.name=tests.problem_task.explode", "explode failed: ZeroDivisionError"),
     "scheme": ("data.train=nope://x/y", "nope://x/y"),
+    "cadence": ("batch.decide_every=3", "batch.decide_every is 3; allowed: 'epoch' or a mapping"),
+    "cadence's key": (
+        "batch.decide_every={stpes: 3}",
+        "decide_every is {'stpes': 3}; allowed: epoch, {steps: N}",
+    ),
+    "cadence of nothing": (
+        "batch.decide_every={steps: 0}",
+        "decide_every is {'steps': 0}; allowed: epoch, {steps: N}",
+    ),
+    "workers": ("cluster.num_workers=[3, 2]", "num_workers is [3, 2]; allowed: a number, or [min, max]"),
+    "workers of nothing": ("cluster.num_workers=0", "cluster.num_workers is 0; allowed: >= 1"),
+    "failures": (
+        "cluster.max_failures=some",
+        "cluster.max_failures is 'some'; allowed: 'auto' or a whole number",
+    ),
 }
 
 

@@ -164,6 +164,45 @@ def test_rows_and_weights_after_a_restart_at_any_moment_are_those_without_one(tm
         np.testing.assert_array_equal(found[1], straight[1])
 
 
+@pytest.mark.parametrize("every", [{"steps": 2}, {"samples": 30}])
+def test_sizes_change_within_a_pass_and_a_restart_changes_nothing(
+    tmp_path: Path, every: dict[str, int]
+) -> None:
+    """Every row once per pass; restarted in mid-pass, before and after a decision: the same steps."""
+    policy = {"name": "tests.problem_task.alternate", "sizes": [3, 20, 11]}
+    batch = {"initial": 8, "min": 1, "max": 64, "decide_every": every}
+
+    def steps(restart_after: int | None) -> tuple[list[list[int]], Any]:
+        folder = tmp_path / str(restart_after)
+        run, model, *_, coordinator = prepared(folder, policy=policy, guards=[], batch=batch)
+        taken: list[list[int]] = []
+        while run.epoch < 2:
+            for step in run.batches():
+                taken.append(rows_of(run.step(step, with_targets(model))))
+                if len(taken) == restart_after:
+                    break
+            if len(taken) == restart_after:
+                run._pass_left = False  # as from within the loop body
+                state, weights = json.loads(json.dumps(run.state_dict())), model.state_dict()
+                run, model, *_ = prepared(folder, policy=policy, guards=[], batch=batch)
+                run._given = LoopInput(run._given.settings, None, Direct(coordinator))
+                model.load_state_dict(weights)
+                run.load_state_dict(state)
+                restart_after = None
+        run.finish()
+        journal = [d for d in coordinator._decisions.values() if d.signal is not None]
+        sizes = {(d.version): d.plan.global_batch_size for d in journal}
+        return taken, sizes
+
+    straight, sizes = steps(None)
+    assert len({len(step) for step in straight}) > 3
+    rows = [row for step in straight for row in step]
+    assert [sorted(rows[start : start + ROWS]) for start in (0, ROWS)] == [list(range(ROWS))] * 2
+    assert len(sizes) >= 6
+    for moment in (1, 2, 3, 4, 7):
+        assert steps(moment) == (straight, sizes)
+
+
 def cosine(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
 

@@ -152,6 +152,31 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
     assert replay(decisions, config.make_manager) == []
 
 
+def test_sizes_change_within_a_pass(tmp_path: Path) -> None:
+    """Decided every three steps: the rows that both workers received are the sizes of the journal."""
+    config = make_config(tmp_path, 2)
+    batch = config.batch.model_copy(update={"decide_every": {"steps": 3}})
+    config = config.model_copy(update={"batch": batch, "epochs": 2})
+    result, directory = run(config)
+    assert result.epochs == 2
+    decisions = decode_lines(directory.read_text(DECISIONS))
+    assert replay(decisions, config.make_manager) == []
+    by_step = {decision.step: decision.plan.global_batch_size for decision in decisions}
+    expected: list[list[list[int]]] = [[], []]
+    step, size = 0, 9
+    for epoch in range(2):
+        order = epoch_order(NUM_ROWS, seed=5, epoch=epoch, shuffle="window").tolist()
+        while order:
+            size = by_step.get(step, size)
+            rows, order, step = order[:size], order[size:], step + 1
+            for rank in (0, 1):
+                share = rank_share(len(rows), rank, 2)
+                expected[rank] += [rows[share.start : share.stop]] if share else []
+    assert [received(tmp_path, rank) for rank in (0, 1)] == expected
+    assert len(decisions) >= 5
+    assert [row["rows"] for row in history(directory)] == [NUM_ROWS] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [2, [1, 2]])
 def test_a_killed_worker_costs_an_epoch_and_nothing_else(

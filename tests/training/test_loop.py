@@ -10,14 +10,17 @@ import pytest
 import torch
 from torch import nn
 
+from ray_dynbs.core.cadence import Cadence
 from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.estimators import PieceSums
 from ray_dynbs.core.lr import Adjustment, ScheduleProgress
 from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.training.columns import ColumnStore
 from ray_dynbs.training.feed import IndexedFeed
-from ray_dynbs.training.loop import EpochReport, TrainingLoop
+from ray_dynbs.training.loop import EpochReport, Interval, TrainingLoop
 from ray_dynbs.training.lr import Schedule
 from ray_dynbs.training.precision import MixedPrecision
+from ray_dynbs.training.stats import NOTHING, Totals
 from ray_dynbs.training.step import OptimizerStep
 from ray_dynbs.training.world import World
 from tests.support import flat_weights, run_ranks, small_model, squared_error, table, training_loop
@@ -171,7 +174,9 @@ def interrupted(after_steps: int | None) -> tuple[np.ndarray, list[dict[str, Any
     for report in reports:
         assert EpochReport.from_json(json.loads(json.dumps(report))).rows == 30
         report.pop("epoch_time_s")
-        report.pop("memory_fraction")
+        for measured in (report, report["interval"]):
+            measured.pop("memory_fraction")
+        report["interval"].pop("step_time_s")
     return flat_weights(model), reports, scheduler.get_last_lr()[0]
 
 
@@ -183,6 +188,39 @@ def test_a_pass_interrupted_between_any_two_steps_goes_on_exactly(world_size: in
     for found, expected in zip(run_ranks(interrupted, world_size, after_steps), straight, strict=True):
         np.testing.assert_array_equal(found[0], expected[0])
         assert found[1:] == expected[1:]
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"), [({"steps": 2}, [2, 1]), ({"samples": 11}, [2, 1]), ({"steps": 9}, [3])]
+)
+def test_decisions_within_a_pass_see_what_was_measured_since_the_last(
+    every: dict[str, int], steps: list[int]
+) -> None:
+    model, loop, _ = build()
+    loop._cadence = Cadence(**every)
+    intervals: list[Interval] = []
+    report = loop.train_epoch(squared_error(model), lambda: intervals.append(loop.report_interval()))
+    intervals.append(report.interval)
+    assert [interval.steps for interval in intervals] == steps
+    assert [interval.rows for interval in intervals] == [10 * count for count in steps]
+    assert [interval.totals.num_steps for interval in intervals] == steps
+    assert intervals[-1].epochs_seen == 1.0
+    whole_model, whole, _ = build()
+    expected = whole.train_epoch(squared_error(whole_model))
+    assert (report.rows, report.steps) == (expected.rows, expected.steps)
+    assert report.totals.loss == pytest.approx(expected.totals.loss, rel=1e-12)
+    assert report.totals.grad_norm == pytest.approx(expected.totals.grad_norm, rel=1e-12)
+
+
+def test_totals_add_up_also_their_noise_and_first_bad_step() -> None:
+    pieces = PieceSums.of_step(1.0, 2.0)
+    one = Totals(2, 1, 3.0, 4.0, 5.0, None, pieces)
+    two = Totals(1, 1, 1.0, 1.0, 1.0, 7, None)
+    assert one + two == Totals(3, 2, 4.0, 5.0, 6.0, 7, pieces)
+    assert (two + one).pieces == pieces
+    assert (one + one).pieces == pieces + pieces
+    assert NOTHING + one == one
+    assert Totals.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
 def test_optimizer_parameters_have_to_be_the_models() -> None:
