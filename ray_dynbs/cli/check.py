@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from ray_dynbs.config import Config
 from ray_dynbs.config.components import parameters
-from ray_dynbs.config.schema import Section
+from ray_dynbs.config.sections import Section
 from ray_dynbs.core.guards import GUARDS
 from ray_dynbs.core.keys import keys_of
 from ray_dynbs.core.lr import LR_RULES

@@ -15,7 +15,7 @@ import ray
 from ray_dynbs.cluster.coordinator import DecisionRequest, EpochRecord, Reply
 from ray_dynbs.cluster.record import make_row, make_signal
 from ray_dynbs.core.decision import Decision
-from ray_dynbs.training.loop import EpochReport, Interval, Progress
+from ray_dynbs.training.reports import EpochReport, Interval, Progress
 from ray_dynbs.training.world import World
 
 COORDINATOR_TIMEOUT_S = 60.0

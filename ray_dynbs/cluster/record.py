@@ -7,7 +7,7 @@ from typing import Any
 
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.signal import Signal
-from ray_dynbs.training.loop import EpochReport, Interval, Progress
+from ray_dynbs.training.reports import EpochReport, Interval, Progress
 
 
 def make_signal(

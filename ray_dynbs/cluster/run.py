@@ -20,7 +20,8 @@ from ray_dynbs.config.schema import LoopSettings
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.training.feed import StepBatch
-from ray_dynbs.training.loop import EpochReport, TrainingLoop
+from ray_dynbs.training.loop import TrainingLoop
+from ray_dynbs.training.reports import EpochReport
 from ray_dynbs.training.step import LossFn, StepResult
 from ray_dynbs.training.world import World
 

@@ -16,10 +16,11 @@ from ray_dynbs.training.checkpoint import TrainState, seed_everything
 from ray_dynbs.training.columns import ColumnStore, TensorBatch
 from ray_dynbs.training.evaluate import Sums, evaluate
 from ray_dynbs.training.feed import IndexedFeed, sequential_batches
-from ray_dynbs.training.loop import Progress, TrainingLoop
+from ray_dynbs.training.loop import TrainingLoop
 from ray_dynbs.training.lr import Schedule
 from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
 from ray_dynbs.training.precision import MixedPrecision
+from ray_dynbs.training.reports import Progress
 from ray_dynbs.training.step import OptimizerStep
 from ray_dynbs.training.world import World
 

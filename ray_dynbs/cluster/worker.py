@@ -18,7 +18,7 @@ from ray_dynbs.cluster.data import Blocks
 from ray_dynbs.cluster.setup import build_parts
 from ray_dynbs.config import Config
 from ray_dynbs.storage.run_directory import MODEL, RunDirectory
-from ray_dynbs.training.loop import EpochReport, Progress
+from ray_dynbs.training.reports import EpochReport, Progress
 from ray_dynbs.training.world import World
 
 

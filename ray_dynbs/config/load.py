@@ -11,7 +11,8 @@ import yaml
 from pydantic import ValidationError
 
 from ray_dynbs.config.errors import explain
-from ray_dynbs.config.schema import Batching, Config, default_guards
+from ray_dynbs.config.schema import Batching, Config
+from ray_dynbs.config.sections import default_guards
 from ray_dynbs.core.errors import ConfigError
 
 

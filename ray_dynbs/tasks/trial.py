@@ -10,7 +10,7 @@ import pyarrow.dataset as pads
 import torch
 
 from ray_dynbs.config import Config
-from ray_dynbs.config.schema import MetricSection
+from ray_dynbs.config.sections import MetricSection
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.tasks.sources import Source, is_path, parquet_files
 from ray_dynbs.training.columns import ColumnStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +17,7 @@ from ray_dynbs.training.feed import IndexedFeed, StepBatch
 from ray_dynbs.training.lr import Schedule, base_lr
 from ray_dynbs.training.measuring import Every, Measuring
 from ray_dynbs.training.memory import memory_fraction
+from ray_dynbs.training.reports import EpochReport, Interval, Progress
 from ray_dynbs.training.stats import NOTHING, StepStats, Totals
 from ray_dynbs.training.step import LossFn, OptimizerStep, StepResult
 from ray_dynbs.training.sums import PROBE_ROWS, check_loss_is_sum
@@ -24,104 +25,6 @@ from ray_dynbs.training.world import World
 
 LOOK_EVERY_S = 5.0
 """How long a run may go on after a step that was not finite, where looking would make the device wait."""
-
-
-@dataclass
-class Progress:
-    """Where a run is: the data position and the counts that outlive a restart.
-
-    Attributes:
-        epoch: The pass being trained, or to be trained next, from 0.
-        step: Optimizer steps so far, skipped ones included.
-        samples_seen: Rows used so far.
-        skipped_steps: Those of the steps that were left out because they were not finite.
-        rows_in_epoch: Rows of the pass used so far: its position in the data.
-        steps_in_epoch: Steps of the pass so far.
-        time_in_epoch_s: Time spent on the pass so far.
-        decided_step: Steps so far when the last decision was made.
-        decided_samples: Rows so far when it was.
-        ramp_from: The LR multiplier in force when it last changed.
-        ramp_step: Steps so far when it did.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    samples_seen: int = 0
-    skipped_steps: int = 0
-    rows_in_epoch: int = 0
-    steps_in_epoch: int = 0
-    time_in_epoch_s: float = 0.0
-    decided_step: int = 0
-    decided_samples: int = 0
-    ramp_from: float = 1.0
-    ramp_step: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-able."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """What was measured since the last decision; the same on every rank.
-
-    Attributes:
-        epoch: The pass it ends in, from 0.
-        epochs_seen: Passes completed at its end, fractions included.
-        plan_version: Version of the decision it was trained under.
-        steps: Optimizer steps.
-        rows: Rows of those steps.
-        totals: Loss, weight, gradient norm and noise sums.
-        memory_fraction: Worst rank's, at its end.
-        step_time_s: Slowest rank's mean time of a step.
-    """
-
-    epoch: int
-    epochs_seen: float
-    plan_version: int
-    steps: int
-    rows: int
-    totals: Totals
-    memory_fraction: float
-    step_time_s: float
-
-
-@dataclass(frozen=True)
-class EpochReport:
-    """What one pass did; the same on every rank.
-
-    Attributes:
-        epoch: The pass, from 0.
-        interval: What was measured since the last decision, which may lie within the pass.
-        steps: Optimizer steps.
-        rows: Rows really drawn, counted batch by batch and summed over ranks.
-        totals: Loss, weight and gradient norm sums.
-        lr: The LR of its last step, scale included.
-        lr_scale: The multiplier in it, warm-up included.
-        memory_fraction: Worst rank's, at the end of the pass.
-        epoch_time_s: Slowest rank's time.
-    """
-
-    epoch: int
-    interval: Interval
-    steps: int
-    rows: int
-    totals: Totals
-    lr: float
-    lr_scale: float
-    memory_fraction: float
-    epoch_time_s: float
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-able."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> EpochReport:
-        """The inverse of :meth:`to_json`."""
-        interval = {**data["interval"], "totals": Totals.from_json(data["interval"]["totals"])}
-        totals = Totals.from_json(data["totals"])
-        return cls(**{**data, "interval": Interval(**interval), "totals": totals})
 
 
 class TrainingLoop:

@@ -17,9 +17,10 @@ from ray_dynbs.core.lr import Adjustment, ScheduleProgress
 from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.training.columns import ColumnStore
 from ray_dynbs.training.feed import IndexedFeed
-from ray_dynbs.training.loop import EpochReport, Interval, TrainingLoop
+from ray_dynbs.training.loop import TrainingLoop
 from ray_dynbs.training.lr import Schedule
 from ray_dynbs.training.precision import MixedPrecision
+from ray_dynbs.training.reports import EpochReport, Interval
 from ray_dynbs.training.stats import NOTHING, Totals
 from ray_dynbs.training.step import OptimizerStep
 from ray_dynbs.training.world import World
