@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.core.estimators import Estimate, NoiseScale, PieceSums
+from ray_dynbs.core.estimators import Estimate, NoiseScale, PieceSums, from_pieces
 
 TRUE, DIMENSIONS, ROWS = 100.0, 200, 8
 
@@ -50,6 +50,25 @@ def test_within_ten_percent_in_95_of_100_seeds(decay: float | None, pieces: int,
     covered = [abs(e.value - TRUE) <= 2 * e.relative_error * e.value for e in found]
     assert sum(near) >= 0.95 * 200
     assert sum(covered) >= 0.90 * 200
+
+
+def test_ragged_pieces_are_as_precise() -> None:
+    """Pieces of 1 to 14 rows, weighted by them: the same bar."""
+    rows, near, covered = np.array([1, 5, 12, 14]), 0, 0
+    shares = rows / rows.sum()
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        noise = rng.standard_normal((300, 4, DIMENSIONS), dtype=np.float32)
+        gradients = noise * np.sqrt(TRUE / DIMENSIONS / rows)[None, :, None]
+        gradients[:, :, 0] += 1.0
+        n = (np.einsum("j,tjd->td", shares, gradients) ** 2).sum(axis=1)
+        q = (gradients**2).sum(axis=2) @ shares
+        sums = [PieceSums.of_step(*from_pieces(float(a), float(b), 4, 32)) for a, b in zip(n, q, strict=True)]
+        found = final(NoiseScale(), sums, 10)
+        near += abs(found.value / TRUE - 1) <= 0.1
+        covered += abs(found.value - TRUE) <= 2 * found.relative_error * found.value
+    assert near >= 0.95 * 200
+    assert covered >= 0.90 * 200
 
 
 def test_a_plain_mean_is_as_good() -> None:
