@@ -28,6 +28,7 @@ from ray_dynbs.config.sections import (
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.estimators import NoiseScale
 from ray_dynbs.core.guards import GUARDS, ClassCoverage
+from ray_dynbs.core.guards.reset import ResetToBase
 from ray_dynbs.core.lr import ADAM_FAMILY, LR_RULES, Scaling
 from ray_dynbs.core.manager import DynamicBatchSizeManager
 from ray_dynbs.core.policies import POLICIES
@@ -96,6 +97,9 @@ class Batching(Section):
             scale_weight_decay=self.lr.scale_weight_decay,
         )
 
+    def _reset(self) -> list[ResetToBase]:
+        return [ResetToBase(size=self.batch.initial)] if self.batch.reset == "to_base" else []
+
     def check_rule(self, betas: tuple[float, float]) -> None:
         """See that the LR rule is defined for every batch there may be.
 
@@ -138,7 +142,7 @@ class Batching(Section):
             self.batch.max,
             self.batch.min,
             policy=build_policy(self.policy, memory_vote=self.memory.vote),
-            guards=build_guards(self.guards),
+            guards=[*build_guards(self.guards), *self._reset()],
             lr_rule=LR_RULES[self.lr.rule](),
             reference_batch_size=self.lr.reference_batch_size,
             max_lr_scale=self.lr.max_scale,

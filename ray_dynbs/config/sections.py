@@ -125,6 +125,9 @@ class BatchSection(Section):
     decide_every: Literal["epoch"] | dict[str, int] = Field(
         "epoch", description="when it may change: epoch, {steps: N} or {samples: N}, and at every epoch's end"
     )
+    reset: Literal["warm_start", "to_base"] = Field(
+        "warm_start", description="an epoch begins with the size reached, or with initial again"
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> BatchSection:
@@ -138,6 +141,11 @@ class BatchSection(Section):
         ):
             raise ConfigError(
                 f"decide_every is {every}; allowed: epoch, {{steps: N}} or {{samples: N}} with N at least 1"
+            )
+        if self.reset == "to_base" and every == "epoch":
+            raise ConfigError(
+                "reset is 'to_base' and decide_every is 'epoch': the size would never change; allowed: "
+                "decide_every {steps: N} or {samples: N}, or reset: warm_start"
             )
         return self
 

@@ -172,6 +172,10 @@ TOGETHER = {
         ["optimizer.name=adam", "optimizer.betas=[0.5, 0.9]", "lr.rule=adam_sde", "batch.max=64"],
         "below 2 times the reference batch of 32 (betas 0.5, 0.9), batch.max is 64; allowed: at most 63",
     ),
+    "reset without a cadence": (
+        ["batch.reset=to_base"],
+        "batch: reset is 'to_base' and decide_every is 'epoch': the size would never change; allowed: ",
+    ),
     "table": (
         ["policy.name=schedule", "policy.stages=[[0.0, 16.0], [0.0, 32.0]]"],
         "policy: schedule: a stage from 0 follows one from 0; allowed: in order",

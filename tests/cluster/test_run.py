@@ -203,6 +203,21 @@ def test_sizes_change_within_a_pass_and_a_restart_changes_nothing(
         assert steps(moment) == (straight, sizes)
 
 
+def test_each_pass_may_begin_with_the_base_size(tmp_path: Path) -> None:
+    policy = {"name": "schedule", "stages": [[0, 20]]}
+    batch = {"initial": 8, "min": 1, "max": 64, "decide_every": {"steps": 2}, "reset": "to_base"}
+    run, model, *_ = prepared(tmp_path, policy=policy, guards=[], batch=batch)
+    for _ in range(2):
+        assert [batch.rows for batch in run.batches() if run.step(batch, loss(model))] == [
+            8,
+            8,
+            20,
+            20,
+            20,
+            4,
+        ]
+
+
 def cosine(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
 
