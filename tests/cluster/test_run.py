@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ray_dynbs.cluster.coordinator import Coordinator
+from ray_dynbs.cluster.coordinator import Coordinator, DecisionRequest
 from ray_dynbs.cluster.run import LoopInput, Run, in_run
 from ray_dynbs.config.schema import LoopSettings
 from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.signal import Signal
 from ray_dynbs.storage.run_directory import RunDirectory
+from ray_dynbs.training.stats import StepStats
 from tests.support import flat_weights, run_ranks, small_model
 
 ROWS = 80
@@ -361,6 +363,40 @@ def test_the_run_is_gone_after_the_loop_also_where_it_raises(tmp_path: Path) -> 
 
     with pytest.raises(RuntimeError, match="no run in this process"):
         ray_dynbs.prepare(small_model(), [])
+
+
+def test_ten_thousand_ranks_are_one_message(tmp_path: Path) -> None:
+    """Their gradients' noise, merged, is decided upon from a request no larger than that of two ranks."""
+    rng, sizes, decided = np.random.default_rng(0), {}, {}
+    for ranks in (2, 10_000):
+        rows, true = 2 * ranks, np.array([1.0, 0.0, 0.0])
+        settings = LoopSettings.model_validate(
+            {
+                "batch": {"initial": rows, "min": 1, "max": 10**6},
+                "policy": {"name": "noise_scale"},
+                "guards": [],
+            }
+        )
+        directory = RunDirectory(str(tmp_path / str(ranks)))
+        directory.make()
+        coordinator = Coordinator(settings, directory)
+        state = coordinator.start("group", ranks, 10**7, None).state
+        stats = StepStats(torch.device("cpu"))
+        for _ in range(200):
+            # Every rank holds two rows; the noise scale is 6,000 rows.
+            gradients = true + rng.normal(size=(ranks, 3)) * np.sqrt(6_000 / 3 / 2)
+            mean, squares = gradients.mean(axis=0), (gradients**2).sum(axis=1).mean()
+            numbers = [torch.tensor(float(x)) for x in (np.sqrt(mean @ mean), squares, ranks)]
+            stats.add_pieces(numbers[0], numbers[1], numbers[2], rows)
+        signal = Signal.measured(
+            num_steps=200, num_finite_steps=200, grad_norm=1.0, pieces=stats.take().pieces
+        )
+        request = DecisionRequest(state, signal)
+        sizes[ranks] = len(json.dumps([request.state, request.signal.to_json()]))
+        decided[ranks] = coordinator.decide(request).decision
+    assert decided[10_000].plan.global_batch_size == 10_000
+    assert "20000 -> 10000" in decided[10_000].reasons[0]
+    assert sizes[10_000] < sizes[2] + 200
 
 
 def shards_of(rows: list[int]) -> str:
