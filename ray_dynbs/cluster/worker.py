@@ -17,7 +17,9 @@ from ray_dynbs.cluster.agreement import Agreement
 from ray_dynbs.cluster.data import Blocks
 from ray_dynbs.cluster.setup import build_parts
 from ray_dynbs.config import Config
+from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.storage.run_directory import MODEL, RunDirectory
+from ray_dynbs.training.loop import TrainingLoop
 from ray_dynbs.training.reports import EpochReport, Progress
 from ray_dynbs.training.world import World
 
@@ -50,8 +52,9 @@ class Worker:
         self._parts = build_parts(given.config, self._world, given.blocks)
         self._best: float | None = None
         self._parts.check_metrics()
-        progress, state, notes = self._restore()
-        self._loop = self._parts.make_loop(progress)
+        self._loop, state, notes = self._restore()
+        self._saved_step = self._loop.progress.step
+        self._saved_samples = self._loop.progress.samples_seen
         self._agreement = Agreement(
             given.coordinator, self._world, metric=given.config.metric.name, apply=self._loop.apply
         )
@@ -66,7 +69,7 @@ class Worker:
 
     def train_epoch(self) -> EpochReport:
         """One pass: train, evaluate, decide, save."""
-        report = self._loop.train_epoch(self._parts.loss, self._decide_within)
+        report = self._loop.train_epoch(self._parts.loss, self._after_step)
         validation = self._parts.evaluate(self._agreement.decision.plan.micro_batch_size)
         self._parts.state.schedule.after_epoch(validation.get("loss", report.totals.loss))
         self._keep_best(validation)
@@ -74,24 +77,55 @@ class Worker:
         self._save()
         return report
 
-    def _decide_within(self) -> None:
-        self._agreement.decide_within(self._loop.report_interval(), self._loop.progress)
+    def _after_step(self) -> None:
+        """Within a pass: decide, then save, where that is due; the same on all ranks."""
+        loop, progress = self._loop, self._loop.progress
+        if loop.decision_due:
+            self._agreement.decide_within(loop.report_interval(), progress)
+        since = progress.step - self._saved_step, progress.samples_seen - self._saved_samples
+        if self._config.checkpoint.cadence.due(*since):
+            self._save()
+            loop.reseed()
 
-    def _restore(self) -> tuple[Progress, dict[str, Any] | None, list[str]]:
-        """Position, manager state and what to say, of the newest checkpoint if there is one."""
+    def _restore(self) -> tuple[TrainingLoop, dict[str, Any] | None, list[str]]:
+        """The loop at the newest checkpoint's place if there is one, its manager state, and what to say."""
         saved = ray.train.get_checkpoint()
         if saved is None:
-            return Progress(), None, []
+            return self._parts.make_loop(Progress()), None, []
         with saved.as_directory() as folder:
             restored = self._parts.state.load(Path(folder), self._world.device)
         self._best = restored["best"]
         num_rows, notes = self._parts.feed.num_rows, []
+        self._refuse_other_rows_within(restored)
         if restored["num_rows"] != num_rows:
             notes.append(
                 f"the checkpoint was trained on {restored['num_rows']} rows, there are {num_rows} now: "
                 "the new ones are used, and a per-step schedule goes on from where it was"
             )
-        return Progress(**restored["progress"]), restored["manager"], notes
+        loop = self._parts.make_loop(Progress(**restored["progress"]))
+        loop.load_state_dict(restored["loop"])
+        return loop, restored["manager"], notes
+
+    def _refuse_other_rows_within(self, restored: dict[str, Any]) -> None:
+        """A position within a pass means nothing in another order, or among other rows.
+
+        Raises:
+            ConfigError: the checkpoint lies there, and rows, seed or shuffle are others now.
+        """
+        if not restored["progress"]["rows_in_epoch"]:
+            return
+        for key, now in self._order.items():
+            if restored[key] != now:
+                raise ConfigError(
+                    f"{key} was {restored[key]}, is {now} now, and the checkpoint lies within an epoch; "
+                    "allowed: the same"
+                )
+
+    @property
+    def _order(self) -> dict[str, Any]:
+        """What a position within a pass refers to."""
+        config = self._config
+        return {"num_rows": self._parts.feed.num_rows, "seed": config.seed, "shuffle": config.data.shuffle}
 
     def _keep_best(self, validation: dict[str, float]) -> None:
         """Write ``model.pt`` where the metric is the best so far; always, while there is no best yet."""
@@ -109,13 +143,16 @@ class Worker:
     def _save(self) -> None:
         """Report a checkpoint to Ray Train: a barrier that every rank passes equally often."""
         progress = self._loop.progress
-        name = f"epoch-{progress.epoch:05d}-incarnation-{self._agreement.decision.incarnation}"
+        self._saved_step, self._saved_samples = progress.step, progress.samples_seen
+        within = f"-step-{progress.steps_in_epoch:08d}" if progress.steps_in_epoch else ""
+        name = f"epoch-{progress.epoch:05d}{within}-incarnation-{self._agreement.decision.incarnation}"
         if self._world.rank != 0:
             ray.train.report({"epoch": progress.epoch}, checkpoint_dir_name=name)
             return
         content = {
             "progress": progress.to_json(),
-            "num_rows": self._parts.feed.num_rows,
+            "loop": self._loop.state_dict(),
+            **self._order,
             "manager": self._agreement.state,
             "best": self._best,
         }

@@ -116,13 +116,32 @@ class DataSection(Section):
         return [*features, *([self.label] if self.label else [])]
 
 
+EveryKey = Literal["epoch"] | dict[str, int]
+"""``epoch``, ``{steps: N}`` or ``{samples: N}``."""
+
+
+def _cadence(key: str, every: str | dict[str, int]) -> Cadence:
+    """When something is due within a pass.
+
+    Raises:
+        ConfigError: neither steps nor samples, or both, or below 1.
+    """
+    if isinstance(every, str):
+        return Cadence()
+    if len(every) != 1 or not every.keys() <= {"steps", "samples"} or min(every.values()) < 1:
+        raise ConfigError(
+            f"{key} is {every}; allowed: epoch, {{steps: N}} or {{samples: N}} with N at least 1"
+        )
+    return Cadence(**every)
+
+
 class BatchSection(Section):
     """The global batch size: rows per optimizer step over all workers."""
 
     initial: Rows = Field(32, description="to begin with")
     min: Rows = Field(8, description="never smaller")
     max: Rows = Field(512, description="never larger")
-    decide_every: Literal["epoch"] | dict[str, int] = Field(
+    decide_every: EveryKey = Field(
         "epoch", description="when it may change: epoch, {steps: N} or {samples: N}, and at every epoch's end"
     )
     reset: Literal["warm_start", "to_base"] = Field(
@@ -136,12 +155,7 @@ class BatchSection(Section):
         if not self.min <= self.initial <= self.max:
             raise ConfigError(f"initial is {self.initial}; allowed: {self.min} to {self.max} (min to max)")
         every = self.decide_every
-        if isinstance(every, dict) and (
-            len(every) != 1 or not every.keys() <= {"steps", "samples"} or min(every.values()) < 1
-        ):
-            raise ConfigError(
-                f"decide_every is {every}; allowed: epoch, {{steps: N}} or {{samples: N}} with N at least 1"
-            )
+        _cadence("decide_every", every)
         if self.reset == "to_base" and every == "epoch":
             raise ConfigError(
                 "reset is 'to_base' and decide_every is 'epoch': the size would never change; allowed: "
@@ -152,8 +166,7 @@ class BatchSection(Section):
     @property
     def cadence(self) -> Cadence:
         """When a decision is due."""
-        every = self.decide_every
-        return Cadence() if isinstance(every, str) else Cadence(**every)
+        return _cadence("decide_every", self.decide_every)
 
 
 class LRSection(Section):
@@ -241,8 +254,18 @@ class EvaluateSection(Section):
 class CheckpointSection(Section):
     """What is saved."""
 
-    every: Literal["epoch"] = Field("epoch", description="when")
+    every: EveryKey = Field("epoch", description="when: at every epoch's end, and {steps: N} or {samples: N}")
     num_to_keep: Annotated[int, Field(ge=1)] = Field(2, description="newest checkpoints to keep")
+
+    @model_validator(mode="after")
+    def _sound(self) -> CheckpointSection:
+        _cadence("every", self.every)
+        return self
+
+    @property
+    def cadence(self) -> Cadence:
+        """When one is due within a pass."""
+        return _cadence("every", self.every)
 
 
 def default_guards() -> list[dict[str, Any]]:

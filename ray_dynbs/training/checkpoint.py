@@ -1,7 +1,8 @@
 """Everything a run needs to go on exactly, saved and loaded together, without unpickling code.
 
 Random numbers are derived, not stored: every rank reseeds at the start of each epoch from
-``(seed, epoch, rank)``, so a resumed run draws what an uninterrupted one would have drawn.
+``(seed, epoch, rank)``, and with each checkpoint within an epoch from ``(seed, epoch, rank, step)``, so a
+resumed run draws what an uninterrupted one would have drawn.
 """
 
 from __future__ import annotations
@@ -72,13 +73,16 @@ class TrainState:
         if state["scaler"]:
             self.precision.scaler.load_state_dict(state["scaler"])
         progress: dict[str, Any] = state["progress"]
-        self.schedule.load_state_dict(state["schedule"], progress["progress"]["epoch"])
+        place = progress["progress"]
+        self.schedule.load_state_dict(state["schedule"], place["epoch"], place["rows_in_epoch"])
         return progress
 
 
-def seed_everything(seed: int, epoch: int, rank: int) -> None:
-    """Seed torch, numpy and random for one epoch on one rank."""
-    words = np.random.SeedSequence([seed, epoch, rank]).generate_state(2)
+def seed_everything(seed: int, epoch: int, rank: int, step: int = 0) -> None:
+    """Seed torch, numpy and random for one epoch on one rank, or for what follows a step within it."""
+    words = np.random.SeedSequence([seed, epoch, rank, step] if step else [seed, epoch, rank]).generate_state(
+        2
+    )
     torch.manual_seed(int(words[0]))
     np.random.seed(int(words[1]))  # noqa: NPY002  # users' transforms use the global generator
     random.seed(int(words[1]))

@@ -98,12 +98,17 @@ class TrainingLoop:
         """Take the base LR for that of another batch, rows."""
         self._scaling = replace(self._scaling, reference_batch_size=reference_batch_size)
 
-    def train_epoch(self, loss_fn: LossFn, decide: Callable[[], None] | None = None) -> EpochReport:
-        """Train one pass, all rows once.
+    def reseed(self) -> None:
+        """Derive the random numbers from here on from the place in the data."""
+        progress = self.progress
+        seed_everything(self._seed, progress.epoch, self._world.rank, progress.steps_in_epoch)
+
+    def train_epoch(self, loss_fn: LossFn, after_step: Callable[[], None] | None = None) -> EpochReport:
+        """Train one pass, all rows once, or what is left of it.
 
         Args:
             loss_fn: Loss sum and weight of a micro-batch.
-            decide: Called where a decision is due within the pass.
+            after_step: Called after every step but the last one.
 
         Raises:
             RuntimeError: the rows drawn are not the rows there are, which is a fault of this library.
@@ -111,8 +116,8 @@ class TrainingLoop:
         self._model.train()
         for batch in self.batches():
             self.step(batch, loss_fn)
-            if decide is not None and self.decision_due:
-                decide()
+            if after_step is not None and not self.is_complete:
+                after_step()
         report = self.finish_epoch()
         if report.rows != self._feed.num_rows:
             raise RuntimeError(f"epoch {report.epoch} drew {report.rows} rows of {self._feed.num_rows}")
@@ -131,7 +136,7 @@ class TrainingLoop:
         progress = self.progress
         self._started = self._ended = self._interval_started = time.perf_counter()
         this = self._pass = object()
-        seed_everything(self._seed, progress.epoch, self._world.rank)
+        self.reseed()
         for batch in self._feed.epoch(progress.epoch, progress.rows_in_epoch):
             self._current = batch
             yield batch

@@ -130,6 +130,10 @@ WRONG = {
         "batch.decide_every={stpes: 3}",
         "decide_every is {'stpes': 3}; allowed: epoch, {steps: N}",
     ),
+    "checkpoint's cadence": (
+        "checkpoint.every={steps: 0}",
+        "checkpoint: every is {'steps': 0}; allowed: epoch, ",
+    ),
     "cadence of nothing": (
         "batch.decide_every={steps: 0}",
         "decide_every is {'steps': 0}; allowed: epoch, {steps: N}",

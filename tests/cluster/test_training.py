@@ -177,6 +177,24 @@ def test_sizes_change_within_a_pass(tmp_path: Path) -> None:
     assert [row["rows"] for row in history(directory)] == [NUM_ROWS] * 2
 
 
+def test_a_run_goes_on_from_within_an_epoch(straight: tuple[Path, RunDirectory], tmp_path: Path) -> None:
+    """Saved every ten rows; a worker fails in the third pass, of two rows a step: few are trained again."""
+    config = make_config(tmp_path, 2, fail_after_rows=2 * 31 + 16)
+    saving = config.checkpoint.model_copy(update={"every": {"samples": 10}})
+    config = config.model_copy(update={"checkpoint": saving})
+    directory = RunDirectory.create(config.out, config.name)
+    with pytest.raises(ray.train.TrainingFailedError, match="told to fail"):
+        run(config, directory)
+    assert len(history(directory)) == 2
+    (tmp_path / "healed").touch()
+    result, _ = run(config, directory)
+    assert result.epochs == EPOCHS
+    lines = [json.loads(line) for file in tmp_path.glob("rank-*") for line in file.read_text().splitlines()]
+    assert NUM_ROWS * EPOCHS < sum(len(rows) for rows in lines) <= NUM_ROWS * EPOCHS + 14
+    same_history(history(directory), history(straight[1]))
+    np.testing.assert_allclose(weights(directory), weights(straight[1]), rtol=1e-10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [2, [1, 2]])
 def test_a_killed_worker_costs_an_epoch_and_nothing_else(
