@@ -200,7 +200,12 @@ def test_decisions_within_a_pass_see_what_was_measured_since_the_last(
     model, loop, _ = build()
     loop._cadence = Cadence(**every)
     intervals: list[Interval] = []
-    report = loop.train_epoch(squared_error(model), lambda: intervals.append(loop.report_interval()))
+
+    def decide() -> None:
+        if loop.decision_due:
+            intervals.append(loop.report_interval())
+
+    report = loop.train_epoch(squared_error(model), decide)
     intervals.append(report.interval)
     assert [interval.steps for interval in intervals] == steps
     assert [interval.rows for interval in intervals] == [10 * count for count in steps]
