@@ -9,8 +9,19 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
+
+from ray_dynbs.cli.main import main
 
 ROOT = Path(__file__).parents[1]
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of the command, called in this process."""
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    captured = capsys.readouterr()
+    return int(exit_info.value.code or 0), captured.out, captured.err
 
 
 class Command:

@@ -237,8 +237,7 @@ class Run:
         if self._pending is None:
             return
         report, applied = self._pending
-        agreement.notes += [*loop.notes, *self._unlogged()]
-        loop.notes.clear()
+        agreement.notes += [*loop.take_notes(), *self._unlogged()]
         for schedule in self._parts.schedules if self._parts else ():
             schedule.after_epoch(self._logged.get("loss", report.totals.loss))
         agreement.decide(report, loop.progress, self._logged, applied)

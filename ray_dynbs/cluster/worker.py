@@ -73,6 +73,7 @@ class Worker:
         validation = self._parts.evaluate(self._agreement.decision.plan.micro_batch_size)
         self._parts.state.schedule.after_epoch(validation.get("loss", report.totals.loss))
         self._keep_best(validation)
+        self._agreement.notes += self._loop.take_notes()
         self._agreement.decide(report, self._loop.progress, validation)
         self._save()
         return report

@@ -78,7 +78,7 @@ class TrainingLoop:
         self._drawn = 0
         self._started = self._looked = self._ended = self._interval_started = time.perf_counter()
         self._probed = False
-        self.notes: list[str] = []
+        self._notes: list[str] = []
         self.progress = progress or Progress()
         for tensor in [*model.parameters(), *model.buffers()]:
             world.broadcast_(tensor.data)
@@ -93,6 +93,11 @@ class TrainingLoop:
         elif decision.signal is not None and decision.lr_scale != self._lr_scale:
             progress.ramp_from, progress.ramp_step = self._ramped(), progress.step
         self._lr_scale, self._plan_version = decision.lr_scale, decision.version
+
+    def take_notes(self) -> list[str]:
+        """What there is to say since it was last asked."""
+        notes, self._notes = self._notes, []
+        return notes
 
     def refer_to(self, reference_batch_size: int) -> None:
         """Take the base LR for that of another batch, rows."""
@@ -305,7 +310,7 @@ class TrainingLoop:
         self._probed = True
         doubt = check_loss_is_sum(loss_fn, batch.probe(most), self._model, self._step.autocast())
         if doubt is not None:
-            self.notes.append(f"whether the loss is a sum could not be told: {doubt}")
+            self._notes.append(f"whether the loss is a sum could not be told: {doubt}")
 
     def _look_for_spoilt_weights(self) -> None:
         """Every step where that is free, else now and then, so that no hours are lost.

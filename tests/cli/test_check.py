@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from ray_dynbs.cli.main import main
+from tests.commands import call
 
 ROOT = Path(__file__).parents[2]
 BASE: dict[str, Any] = {
@@ -39,13 +39,6 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(data))
     return path
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as exit_info:
-        main(arguments)
-    captured = capsys.readouterr()
-    return int(exit_info.value.code or 0), captured.out, captured.err
 
 
 def test_a_good_configuration_is_summed_up(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

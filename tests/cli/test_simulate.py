@@ -6,21 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from ray_dynbs.cli.main import main
 from ray_dynbs.config import load_config
 from ray_dynbs.config.load import dump_yaml
 from ray_dynbs.core.journal import encode_line
 from ray_dynbs.core.signal import Signal
 from ray_dynbs.storage.run_directory import RunDirectory
+from tests.commands import call
 
 DIGITS = Path(__file__).parents[2] / "jobs" / "configs" / "digits.yaml"
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    shown = capsys.readouterr()
-    return int(caught.value.code or 0), shown.out, shown.err
 
 
 def test_simulate_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

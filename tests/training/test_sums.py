@@ -130,6 +130,15 @@ def test_the_probe_undoes_what_forwards_do() -> None:
     assert (np.random.get_state()[1].tolist(), random.getstate()) == states
 
 
+def test_where_it_cannot_be_told_the_loop_says_so_once() -> None:
+    model, loop = training_loop(table(20), BatchPlan.fit(8, 1))
+    loss = squared_error(model)
+    loop.train_epoch(lambda batch: (loss(batch)[0] * (1 + torch.rand(())), len(batch["y"])))
+    (note,) = loop.take_notes()
+    assert note == "whether the loss is a sum could not be told: it does not repeat itself on the same rows"
+    assert loop.take_notes() == []
+
+
 def test_one_row_is_no_probe_but_the_next_step_may_be() -> None:
     model, loop = training_loop(table(20), BatchPlan.fit(1, 1))
     loss = squared_error(model)
