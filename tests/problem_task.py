@@ -93,6 +93,9 @@ class Forgetful(Alternate):
     def init(self, plan: Any) -> Any:
         return {1, 2}
 
+    def update(self, proposal: Any, state: Any, view: Any) -> tuple[Any, Any]:
+        return proposal, state
+
 
 def forgetful() -> Forgetful:
     return Forgetful([8])

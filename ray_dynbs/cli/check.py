@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -13,6 +14,7 @@ from pydantic.fields import FieldInfo
 from ray_dynbs.config import Config
 from ray_dynbs.config.components import parameters
 from ray_dynbs.config.sections import Section
+from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.guards import GUARDS
 from ray_dynbs.core.keys import keys_of
 from ray_dynbs.core.lr import LR_RULES
@@ -38,20 +40,42 @@ def check_command(config: Config) -> None:
     )
 
 
-def print_schema() -> None:
-    """Every key with its type, range, default and meaning."""
-    typer.echo("Keys of a configuration\n")
-    _print_section(Config, "")
+def print_schema(beginning: str = "") -> None:
+    """Every key with its type, range, default and meaning.
+
+    Args:
+        beginning: Only the sections, policies, guards and rules whose name begins like this.
+
+    Raises:
+        ConfigError: none does.
+    """
+    lines: list[str] = []
+    _collect(lines.append)
+    if not beginning:
+        typer.echo("\n".join(lines))
+        return
+    blocks = "\n".join(lines).split("\n\n")
+    words = beginning.split(".")
+    found = [block for block in blocks if words[0] in block.partition(":")[0].split()]
+    keys = [line for block in blocks for line in block.splitlines() if line.strip().startswith(beginning)]
+    if not found and not keys:
+        raise ConfigError(f"--schema {beginning!r}: no key, policy, guard or rule begins like this")
+    typer.echo("\n\n".join(found) or "\n".join(keys))
+
+
+def _collect(echo: Callable[[str], Any]) -> None:
+    echo("Keys of a configuration\n")
+    _print_section(Config, "", echo)
     for title, registry in (("policy", POLICIES), ("guard", GUARDS)):
         for name, factory in sorted(registry.items()):
-            typer.echo(f"\n{title} {name}: {_first_line(factory)}")
-            _print_keys(factory)
-    typer.echo("")
+            echo(f"\n{title} {name}: {_first_line(factory)}")
+            _print_keys(factory, echo)
+    echo("")
     for name, rule in LR_RULES.items():
-        typer.echo(f"lr.rule {name}: {_first_line(rule)}")
+        echo(f"lr.rule {name}: {_first_line(rule)}")
 
 
-def _print_section(section: type[Section], prefix: str) -> None:
+def _print_section(section: type[Section], prefix: str, echo: Callable[[str], Any]) -> None:
     """A section's own keys, then the sections in it."""
     inner = {}
     for name, field in section.model_fields.items():
@@ -60,24 +84,25 @@ def _print_section(section: type[Section], prefix: str) -> None:
             continue
         default = ... if field.is_required() else field.get_default(call_default_factory=True)
         limits = _limits(field.metadata) or _limits(typing.get_args(field.annotation))
-        _print_key(f"{prefix}{name}", _type_name(field.annotation), limits, default, field.description or "")
+        kind_name = _type_name(field.annotation)
+        echo(_key_line(f"{prefix}{name}", kind_name, limits, default, field.description or ""))
     for name, kind in inner.items():
-        typer.echo(f"\n{prefix}{name}: {_first_line(kind)}")
-        _print_section(kind, f"{prefix}{name}.")
+        echo(f"\n{prefix}{name}: {_first_line(kind)}")
+        _print_section(kind, f"{prefix}{name}.", echo)
 
 
-def _print_keys(factory: Any) -> None:
+def _print_keys(factory: Any, echo: Callable[[str], Any]) -> None:
     hints = typing.get_type_hints(factory)
     for name, parameter in parameters(factory).items():
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         key = keys_of(factory).get(name)
         limits, doc = (key.allowed(), key.doc) if key else ("", "")
-        _print_key(name, _type_name(hints.get(name, Any)), limits, default, doc)
+        echo(_key_line(name, _type_name(hints.get(name, Any)), limits, default, doc))
 
 
-def _print_key(name: str, kind: str, limits: str, default: Any, doc: str) -> None:
+def _key_line(name: str, kind: str, limits: str, default: Any, doc: str) -> str:
     given = "required" if default is ... else f"default {'null' if default is None else default}"
-    typer.echo(f"  {name}: {kind}{' ' + limits if limits else ''}; {given}. {doc}")
+    return f"  {name}: {kind}{' ' + limits if limits else ''}; {given}. {doc}"
 
 
 def _type_name(annotation: Any) -> str:

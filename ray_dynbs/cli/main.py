@@ -56,14 +56,15 @@ def check(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="the run's YAML file")] = None,
     overrides: Overrides = None,
     schema: Annotated[
-        bool, typer.Option("--schema", help="print every key, its meaning and default")
+        bool,
+        typer.Option("--schema", help="print every key, or those of the word in CONFIG's place"),
     ] = False,
 ) -> None:
     """Check CONFIG without training, or print all keys there are."""
     from ray_dynbs.cli.check import check_command, print_schema
 
     if schema:
-        print_schema()
+        print_schema(str(config) if config else "")
     elif config is None:
         raise ConfigError("check: CONFIG is missing (or ask for --schema)")
     else:
@@ -91,9 +92,12 @@ def simulate(
     config: ConfigPath,
     overrides: Overrides = None,
     world: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=NUMBER", help="a key of the simulated world; repeatable")
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=NUMBER", help="a key of the simulated world; repeatable; `help` lists them"
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="of the measurements' noise")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of the measurements' noise")] = 0,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="draw it as a PNG")] = None,
 ) -> None:
     """Run CONFIG's policy without training, through a world of given noise, speed and memory."""
@@ -106,11 +110,12 @@ def simulate(
 def replay(
     run: Annotated[str, typer.Argument(metavar="RUN", help="a run directory")],
     policy: Annotated[
-        Path | None, typer.Option(metavar="CONFIG", help="what this one would have decided instead")
+        Path | None,
+        typer.Option(metavar="FILE", help="what its policy, guards, batch and lr would have made of it"),
     ] = None,
 ) -> None:
     """Make the decisions of RUN again, bit for bit, or with another policy."""
-    from ray_dynbs.cli.simulate import replay_command
+    from ray_dynbs.cli.replay import replay_command
     from ray_dynbs.storage.run_directory import RunDirectory
 
     replay_command(RunDirectory.open(run), policy)

@@ -34,7 +34,11 @@ def open_run(config: Config, resume: str) -> tuple[RunDirectory, Config]:
     config = config.model_copy(
         update={"lr": config.lr.model_copy(update={"reference_batch_size": reference})}
     )
-    for key, was, now in changed_keys(old, config.model_dump()):
+    config.check_rule()
+    new = config.model_dump()
+    if old.get("policy", {}).get("name") != new["policy"]["name"]:  # whose keys would be None
+        old, new = ({**each, "policy": {"name": each["policy"]["name"]}} for each in (old, new))
+    for key, was, now in changed_keys(old, new):
         if key.partition(".")[0] in ("task", "optimizer", "scheduler"):
             raise ConfigError(
                 f"--resume: {key} was {was!r}, is now {now!r}; allowed: the same, since the checkpoint of "

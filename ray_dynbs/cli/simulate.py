@@ -1,25 +1,26 @@
-"""``ray-dynbs simulate`` and ``replay``: what a policy would do, and what it would have done."""
+"""``ray-dynbs simulate``: what a policy would do in a world of given noise, speed and memory."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from ray_dynbs.cli.exits import FAILED
-from ray_dynbs.config import Config, load_config
+from ray_dynbs.cli.wide import wide_console
+from ray_dynbs.config import Config
+from ray_dynbs.config.errors import nearest
 from ray_dynbs.config.load import parse_yaml
-from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.estimators.step_time import StepTimeModel
-from ray_dynbs.core.journal import decode_lines, replay, would_have
+from ray_dynbs.core.keys import keys_of
 from ray_dynbs.core.simulator import SimulatedEpoch, World, simulate
-from ray_dynbs.storage.run_directory import CONFIG, DECISIONS, RunDirectory
+from ray_dynbs.tasks.loading import load_task
+from ray_dynbs.tasks.sources import NeedsClusterError, count_rows, resolve_sources
 
 
 def simulate_command(config: Config, *, world: Sequence[str], seed: int, plot: Path | None) -> None:
@@ -34,67 +35,56 @@ def simulate_command(config: Config, *, world: Sequence[str], seed: int, plot: P
     Raises:
         ConfigError: an unknown key of the world, or a value not allowed.
     """
-    epochs = simulate(
-        config.make_manager,
-        _world(world),
-        epochs=config.epochs,
-        world_size=config.cluster.worker_range[1],
-        reference_batch_size=config.reference_batch_size,
-        seed=seed,
-    )
+    if list(world) == ["help"]:
+        _print_world()
+        return
+    met = _world(world, config)
+    epochs = _run(config, met, seed)
     _print(epochs)
+    said = f"simulated: {met.num_rows:,} rows a pass, noise scale {met.noise_scale_start:g} to "
+    typer.echo(f"{said}{met.noise_scale_end:g}; --world KEY=NUMBER changes that, --world help lists the keys")
     if plot is not None:
-        from ray_dynbs.report.simulation import draw_simulation
-
-        plot.write_bytes(draw_simulation(epochs, config.policy["name"]))
+        try:
+            plot.write_bytes(_draw(epochs, config))
+        except OSError as error:
+            raise ConfigError(f"--plot {plot}: {error.strerror}") from error
         typer.echo(str(plot))
 
 
-def replay_command(run: RunDirectory, policy: Path | None) -> None:
-    """Replay a recorded run; with another configuration, say what that one would have decided.
+def _draw(epochs: list[SimulatedEpoch], config: Config) -> bytes:
+    from ray_dynbs.report.simulation import draw_simulation
 
-    Args:
-        run: Its directory.
-        policy: A configuration whose batch, policy, guards and LR rule to try.
-
-    Raises:
-        ConfigError: there is no journal.
-        typer.Exit: the replay differs.
-    """
-    decisions = decode_lines(run.read_text(DECISIONS))
-    if not decisions:
-        raise ConfigError(f"{run.uri}: no decisions recorded ({DECISIONS})")
-    if policy is None:
-        with_its_own = load_config(Path(run.absolute_uri) / CONFIG) if "://" not in run.uri else None
-        if with_its_own is None:
-            raise ConfigError(f"{run.uri}: its configuration lies on a bucket; allowed: --policy FILE")
-        mismatches = replay(decisions, with_its_own.make_manager)
-        for mismatch in mismatches:
-            typer.echo(f"recorded {_said(mismatch.recorded)}; replayed {_said(mismatch.replayed)}", err=True)
-        if mismatches:
-            typer.echo(f"error: {len(mismatches)} of {len(decisions)} decisions do not reproduce", err=True)
-            raise typer.Exit(FAILED)
-        typer.echo(f"all {len(decisions)} decisions reproduce, bit for bit")
-        return
-    config = load_config(policy)
-    table = Table("epoch", "recorded", policy.stem, "why", box=None)
-    for recorded, other in would_have(decisions, config.make_manager):
-        sizes = recorded.plan.global_batch_size, other.plan.global_batch_size
-        table.add_row(str(recorded.epoch + 1), str(sizes[0]), str(sizes[1]), "; ".join(other.reasons))
-    Console().print(table)
-    typer.echo("measured under the recorded sizes: what the other policy would have met itself is not known")
+    return draw_simulation(epochs, config.policy["name"])
 
 
-def _said(decision: Decision) -> str:
-    plan = decision.plan
-    sizes = f"{plan.global_batch_size} ({plan.micro_batch_size} x {plan.grad_accum_steps})"
-    why = "; ".join(decision.reasons)
-    return f"{decision.incarnation}.{decision.version}: {sizes}, lr_scale {decision.lr_scale:g}, {why}"
+def _run(config: Config, world: World, seed: int) -> list[SimulatedEpoch]:
+    """Simulate; what a user's own policy raises is told in one line."""
+    try:
+        return _simulated(config, world, seed)
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"policy {config.policy['name']} or a guard failed: {reason}") from error
 
 
-def _world(assignments: Sequence[str]) -> World:
+def _simulated(config: Config, world: World, seed: int) -> list[SimulatedEpoch]:
+    return simulate(
+        config.make_manager,
+        world,
+        epochs=config.epochs,
+        world_size=config.cluster.worker_range[1],
+        reference_batch_size=config.reference_batch_size,
+        cadence=config.batch.cadence,
+        measured_alone=config.lone != "none",
+        seed=seed,
+    )
+
+
+def _world(assignments: Sequence[str], config: Config) -> World:
     """A world with some keys changed; ``step_time.`` in front of those of the step-time model."""
-    changes: dict[str, Any] = {}
+    rows = _rows_of_data(config)
+    changes: dict[str, Any] = {} if rows is None else {"num_rows": rows}
     times: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
@@ -104,15 +94,36 @@ def _world(assignments: Sequence[str]) -> World:
         allowed = {f.name: f for f in dataclasses.fields(StepTimeModel if place is times else World)}
         allowed.pop("step_time", None)
         if not equals or name not in allowed:
-            raise ConfigError(f"--world {assignment!r}: allowed: KEY=NUMBER with {', '.join(_world_keys())}")
+            close = nearest(name, allowed)
+            raise ConfigError(
+                f"--world {assignment!r}{close}: allowed: KEY=NUMBER with {', '.join(_world_keys())}"
+            )
         number = parse_yaml(value)
-        if isinstance(number, bool) or not isinstance(number, int | float):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
             raise ConfigError(f"--world {key} is {value!r}; allowed: a number")
-        place[name] = (
-            number if allowed[name].type == "int" or "int" in str(allowed[name].type) else float(number)
-        )
+        whole = "int" in str(allowed[name].type)
+        if whole and number != int(number):
+            raise ConfigError(f"--world {key} is {value!r}; allowed: a whole number")
+        place[name] = int(number) if whole else float(number)
     world = dataclasses.replace(World(), **changes)
     return dataclasses.replace(world, step_time=dataclasses.replace(world.step_time, **times))
+
+
+def _rows_of_data(config: Config) -> int | None:
+    """Rows of the configuration's training data, where they can be counted at once."""
+    try:
+        source = resolve_sources(config, load_task(config.task))["train"]
+        return count_rows("train", source, config.data.columns, config.data.label)
+    except (ConfigError, NeedsClusterError):
+        return None
+
+
+def _print_world() -> None:
+    """Every key of the simulated world, its meaning and default."""
+    for kind, prefix in ((World, ""), (StepTimeModel, "step_time.")):
+        defaults = World() if kind is World else World().step_time
+        for name, key in keys_of(kind).items():
+            typer.echo(f"{prefix}{name}: {key.doc}; {key.allowed()}; default {getattr(defaults, name):g}")
 
 
 def _world_keys() -> list[str]:
@@ -137,7 +148,7 @@ def _print(epochs: Sequence[SimulatedEpoch]) -> None:
             f"{each.time_s:,.1f} s",
             "; ".join(each.reasons),
         )
-    Console().print(table)
+    wide_console().print(table)
     last = epochs[-1]
     typer.echo(
         f"{sum(each.steps for each in epochs):,} steps in {last.time_s:,.1f} s, worth {last.progress:.2f} "

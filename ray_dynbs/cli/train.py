@@ -10,8 +10,16 @@ from ray_dynbs.cli.resume import open_run
 from ray_dynbs.cluster.session import ray_session
 from ray_dynbs.config import Config
 from ray_dynbs.config.load import dump_yaml
+from ray_dynbs.core.journal import decode_lines
 from ray_dynbs.report.live import make_view
-from ray_dynbs.storage.run_directory import CONFIG, RunDirectory, check_writable
+from ray_dynbs.storage.run_directory import (
+    CHECKPOINTS,
+    CONFIG,
+    DECISIONS,
+    EARLIER_CONFIGS,
+    RunDirectory,
+    check_writable,
+)
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.preflight import Preflight, preflight
 from ray_dynbs.tasks.sources import resolve_sources
@@ -47,21 +55,26 @@ def _train(config: Config, run: RunDirectory | None, found: Preflight) -> int:
     from ray.exceptions import RayError
     from ray.train import TrainingFailedError
 
+    from ray_dynbs.cluster.classes import with_class_counts
     from ray_dynbs.cluster.data import prepare_data
-    from ray_dynbs.cluster.trainer import run_training, scaling_config
+    from ray_dynbs.cluster.trainer import crowded, run_training, scaling_config
 
     scaling_config(config)  # refuses what the cluster cannot place before anything is written
     sources = found.sources
     if sources is None:
         sources = resolve_sources(config, load_task(config.task))
     data = prepare_data(sources, config.data.columns, found.rows, config.data.timeout_s)
+    config = with_class_counts(config, data.blocks["train"])
     if run is None:
         run = RunDirectory.create(config.out, config.name)
         if run.name != config.name:
             typer.echo(f"{config.name} exists already: this run is {run.name}", err=True)
     old_config, old_epochs = run.read_text(CONFIG), len(run.read_epochs())
-    run.write_text(CONFIG, dump_yaml(config))
+    _replace_config(run, old_config, dump_yaml(config))
     typer.echo(f"run {run.uri}: {data.num_rows['train']} rows, {config.cluster.workers_text} workers")
+    crowd = crowded(config)
+    if crowd:
+        typer.echo(f"warning: {crowd}", err=True)
     if found.about:
         typer.echo(found.about)
     view = make_view(config.metric.name, config.epochs, typer.echo)
@@ -89,14 +102,24 @@ def _how_to_go_on(run: RunDirectory) -> str:
     return f"; go on with: ray-dynbs train {config} --resume {run.uri}"
 
 
+def _replace_config(run: RunDirectory, old: str, new: str) -> None:
+    """Write the configuration; the one before is kept for the replay of what was decided under it."""
+    if old and old != new:
+        incarnations = [decision.incarnation for decision in decode_lines(run.read_text(DECISIONS))]
+        run.write_text(f"{EARLIER_CONFIGS}/{max(incarnations, default=-1) + 1:06}.yaml", old)
+    run.write_text(CONFIG, new)
+
+
 def _undo(run: RunDirectory, old_config: str, old_epochs: int) -> bool:
-    """After a run that finished no epoch: its record is as it was, or gone; whether there is one left."""
-    if len(run.read_epochs()) > old_epochs:
+    """After a run that got nowhere: its record is as it was, or gone; whether there is one left."""
+    saved = any(name.startswith("epoch-") for name in run.names_in(CHECKPOINTS))
+    if len(run.read_epochs()) > old_epochs or (saved and not old_config):
         return True
     if old_config:
         run.write_text(CONFIG, old_config)
         return True
     run.remove()
+    typer.echo(f"nothing was saved yet: {run.uri} is removed", err=True)
     return False
 
 

@@ -13,6 +13,7 @@ from ray.data.dataset import MaterializedDataset
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
+from ray_dynbs.cluster.classes import with_class_counts
 from ray_dynbs.cluster.coordinator import start_coordinator
 from ray_dynbs.cluster.data import Blocks, prepare_data
 from ray_dynbs.cluster.follower import Follower, OnEpoch
@@ -78,10 +79,11 @@ class AdoptedTrainer(TorchTrainer):
         others = {name: each for name, each in self.datasets.items() if name != "train"}
         self._refuse_to_starve(others)
         blocks = self._train_blocks()
+        settings = with_class_counts(self.settings, blocks)
         record = self._new_record()
-        record.write_text(CONFIG, dump_yaml(self.settings, name=str(self.run_config.name)))
-        coordinator = start_coordinator(self.settings, record)
-        given = LoopInput(self.settings, blocks, coordinator)
+        record.write_text(CONFIG, dump_yaml(settings, name=str(self.run_config.name)))
+        coordinator = start_coordinator(settings, record)
+        given = LoopInput(settings, blocks, coordinator)
         loop: Any = getattr(self, "train_loop_per_worker")  # noqa: B009
         self.train_loop_per_worker, self.datasets = _around(loop, given), others
         try:

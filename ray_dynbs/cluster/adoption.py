@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from ray_dynbs.cluster.data import Blocks, fetch
 from ray_dynbs.config.schema import LoopSettings
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.core.lr import LR_RULES, ScheduleProgress
+from ray_dynbs.core.lr import LR_RULES
 from ray_dynbs.training.columns import ColumnStore
 from ray_dynbs.training.datasets import DatasetStore
 from ray_dynbs.training.feed import IndexedFeed, RowStore
@@ -76,11 +76,10 @@ class Adoption:
             precision,
             clip_grad_norm=settings.clip_grad_norm,
             on_nonfinite=settings.on_nonfinite,
+            preconditioned=settings.noise.preconditioned,
         )
-        for group in (group for each in step.optimizers for group in each.param_groups):
-            if "betas" in group:
-                settings.check_rule((float(group["betas"][0]), float(group["betas"][1])))
-        per_pass = ScheduleProgress(store.num_rows, settings.reference_batch_size)
+        settings.check_optimizers(step.optimizers)
+        per_pass = settings.schedule_progress(store.num_rows)
         each = schedulers if isinstance(schedulers, Sequence) else [schedulers] if schedulers else []
         schedules = tuple(Schedule(scheduler, per_pass) for scheduler in each)
         return cls(settings, world, plain, store, step, schedules, precision)
@@ -116,7 +115,7 @@ class Adoption:
             scaling=self.settings.scaling,
             cadence=self.settings.batch.cadence,
             measure_every=self.settings.noise.measure_every,
-            split_to_measure=self.settings.splits_to_measure,
+            lone=self.settings.lone,
         )
 
     def doubts(self) -> list[str]:
@@ -158,10 +157,13 @@ class Adoption:
         elif self.settings.batch.initial != reference:
             now = self.settings.batch.initial
             notes.append(f"batch.initial is {now} now; the base LR stays that of a batch of {reference}")
+        self.settings.check_optimizers(self.step.optimizers, reference)
         loop.refer_to(reference)
         for schedule, counts in zip(self.schedules, state["schedules"], strict=True):
-            schedule.plan_by(ScheduleProgress(self.store.num_rows, reference))
-            schedule.load_state_dict({**counts, "scheduler": None}, progress.epoch, progress.rows_in_epoch)
+            schedule.plan_by(self.settings.schedule_progress(self.store.num_rows, reference))
+            schedule.load_state_dict(
+                {**counts, "scheduler": None}, progress.epoch, progress.rows_in_epoch, progress.gain
+            )
         if state["scaler"]:
             self.precision.scaler.load_state_dict(state["scaler"])
         return notes

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from ray_dynbs.cluster.coordinator import DecisionRequest, EpochRecord, Reply
-from ray_dynbs.cluster.record import make_row, make_signal
+from ray_dynbs.cluster.record import make_evaluation, make_row, make_signal
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.training.reports import EpochReport, Interval, Progress
 from ray_dynbs.training.world import World
@@ -71,9 +71,21 @@ class Agreement:
         world_size = (applied or self.decision).plan.world_size
         self._decide(report.interval, progress, validation, world_size)
 
-    def decide_within(self, interval: Interval, progress: Progress) -> None:
-        """The same in the middle of a pass: there is no epoch to record yet, and no validation."""
-        self._decide(interval, progress, {}, self._world.size)
+    def decide_within(self, interval: Interval, progress: Progress, validation: Mapping[str, float]) -> None:
+        """The same in the middle of a pass, where there is no epoch to record yet.
+
+        Args:
+            interval: What was measured since the last decision.
+            progress: Where the run is.
+            validation: Mean loss and metrics, where they were measured since the last decision.
+        """
+        self._decide(interval, progress, validation, self._world.size)
+
+    def evaluated(self, progress: Progress, validation: Mapping[str, float]) -> None:
+        """Put an evaluation within a pass on record; nobody waits for it."""
+        if self._world.rank == 0 and validation:
+            row = make_evaluation(progress, validation, self.decision, metric=self._metric)
+            self._coordinator.add_evaluation.remote(row)
 
     def _decide(
         self, interval: Interval, progress: Progress, validation: Mapping[str, float], world_size: int

@@ -7,8 +7,9 @@ holds between calls is the journal, which it finds in the run directory when it 
 
 from __future__ import annotations
 
+import itertools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -22,6 +23,7 @@ from ray_dynbs.core.signal import Signal
 from ray_dynbs.storage.run_directory import DECISIONS, RunDirectory
 
 State = dict[str, Any]
+MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Coordinator:
         self._decisions = {(d.incarnation, d.version): d for d in decode_lines(run.read_text(DECISIONS))}
         self._lines = {key: encode_line(d) + "\n" for key, d in self._decisions.items()}
         self._records = {_key(row): EpochRecord(row) for row in run.read_epochs()}
+        self._evaluations = {_place(row): row for row in run.read_evaluations()}
         self._starts: dict[str, int] = {}
 
     def start(self, group: str, world_size: int, num_rows: int, state: State | None) -> Reply:
@@ -104,11 +107,23 @@ class Coordinator:
         self._add_epochs(request.records)
         return Reply(decision, _plain(manager.state_dict()))
 
+    def add_evaluation(self, row: dict[str, Any]) -> None:
+        """Record one row of ``evaluations.parquet``."""
+        self._evaluations[_place(row)] = row
+        self._run.write_evaluations(list(self._evaluations.values()))
+
     def progress(self, after: int) -> list[tuple[EpochRecord, Decision | None]]:
         """The epochs recorded after the first ``after``, each with the decision made at its end."""
-        records = list(self._records.values())[after:]
-        by_epoch = {(d.incarnation, d.epoch): d for d in self._decisions.values() if d.signal is not None}
-        return [(r, by_epoch.get((r.row["incarnation"], r.row["epoch"]))) for r in records]
+        made: dict[tuple[int, int], list[Decision]] = {}
+        for decision in self._decisions.values():
+            if decision.signal is not None:
+                made.setdefault((decision.incarnation, decision.epoch), []).append(decision)
+        news = []
+        for record in list(self._records.values())[after:]:
+            decisions = made.get(_key(record.row), [])
+            notes = (*record.notes, *_changes_within(record.row, decisions))
+            news.append((replace(record, notes=notes), decisions[-1] if decisions else None))
+        return news
 
     def _record(self, decision: Decision) -> None:
         key = (decision.incarnation, decision.version)
@@ -137,6 +152,20 @@ def _plain(state: State) -> State:
 
 def _key(row: dict[str, Any]) -> tuple[int, int]:
     return row["incarnation"], row["epoch"]
+
+
+def _changes_within(row: dict[str, Any], decisions: list[Decision]) -> tuple[str, ...]:
+    """A word about the sizes of an epoch before its last one, which is the only one its line shows."""
+    sizes = [d.plan.global_batch_size for d in decisions[:-1]]
+    if len(set(sizes)) < 2:
+        return ()
+    walk = [size for size, _ in itertools.groupby(sizes)]
+    shown = " -> ".join(map(str, walk)) if len(walk) <= MOST_SHOWN else f"{min(walk)} to {max(walk)}"
+    return (f"epoch {row['epoch'] + 1}: {len(sizes)} decisions within it, batch {shown}",)
+
+
+def _place(row: dict[str, Any]) -> tuple[int, int]:
+    return row["incarnation"], row["step"]
 
 
 def start_coordinator(config: Batching, run: RunDirectory) -> Any:

@@ -18,7 +18,7 @@ def make_signal(
     Args:
         interval: What training measured.
         progress: Where the run is after it.
-        validation: Mean loss and metrics; empty without validation rows, and within a pass.
+        validation: Mean loss and metrics; empty where none were measured since the last decision.
         metric: Name of the metric that counts.
         world_size: Number of ranks.
     """
@@ -33,6 +33,7 @@ def make_signal(
         num_steps=totals.num_steps,
         num_finite_steps=totals.num_finite_steps,
         rows=interval.rows,
+        ends_pass=interval.ends_pass,
         grad_norm=totals.grad_norm,
         train_loss=totals.loss,
         val_loss=validation.get("loss"),
@@ -74,6 +75,27 @@ def make_row(
         "memory_fraction": report.memory_fraction,
         "samples_per_s": report.rows / report.epoch_time_s,
         "epoch_time_s": report.epoch_time_s,
+    }
+
+
+def make_evaluation(
+    progress: Progress, validation: Mapping[str, float], applied: Decision, *, metric: str
+) -> dict[str, Any]:
+    """One row of ``evaluations.parquet``.
+
+    Args:
+        progress: Where the run is.
+        validation: Mean loss and metrics.
+        applied: The decision in force.
+        metric: Name of the metric that counts.
+    """
+    return {
+        "epoch": progress.epoch,
+        "incarnation": applied.incarnation,
+        "step": progress.step,
+        "samples_seen": progress.samples_seen,
+        "val_loss": validation.get("loss"),
+        "val_metric": validation.get(metric),
     }
 
 

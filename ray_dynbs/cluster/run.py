@@ -56,6 +56,7 @@ class Run:
         self._restored: dict[str, Any] | None = None
         self._pending: tuple[EpochReport, Decision] | None = None
         self._logged: dict[str, float] = {}
+        self._fresh: dict[str, float] = {}  # logged since the last decision
         self._pass: object = None
         self._pass_open = self._pass_left = False
 
@@ -134,12 +135,18 @@ class Run:
         loop, agreement = self._begun
         result = loop.step(batch, loss_fn)
         if loop.decision_due:
-            agreement.decide_within(loop.report_interval(), loop.progress)
+            agreement.decide_within(loop.report_interval(), loop.progress, self._fresh)
+            self._fresh = {}
         return result
 
     def log(self, **validation: float) -> None:
-        """Hand in what validation gave, before the next pass: ``loss`` and any metric; rank 0's count."""
-        self._logged |= {name: float(value) for name, value in validation.items()}
+        """Hand in what validation gave: ``loss`` and any metric; rank 0's count.
+
+        It reaches the next decision: the one at the pass's end, or within it where ``decide_every`` says so.
+        """
+        numbers = {name: float(value) for name, value in validation.items()}
+        self._logged |= numbers
+        self._fresh |= numbers
 
     @property
     def epoch(self) -> int:
@@ -182,6 +189,7 @@ class Run:
             "parts": self._parts.state_dict(),
             "pending": pending and {"report": pending[0].to_json(), "applied": pending[1].to_record()},
             "logged": dict(self._logged),
+            "fresh": dict(self._fresh),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -221,7 +229,8 @@ class Run:
             loop.load_state_dict(saved["loop"])
             reference = saved["manager"]["reference_batch_size"]
             agreement.notes += self._parts.load_state_dict(saved["parts"], loop, reference)
-            self._logged, self._pass_open = dict(saved["logged"]), bool(saved["pass_left"])
+            self._logged, self._fresh = dict(saved["logged"]), dict(saved["fresh"])
+            self._pass_open = bool(saved["pass_left"])
             self._pending = _pending(saved["pending"])
         agreement.start(self._parts.store.num_rows, saved["manager"] if saved else None)
         self._begun = loop, agreement
@@ -241,7 +250,7 @@ class Run:
         for schedule in self._parts.schedules if self._parts else ():
             schedule.after_epoch(self._logged.get("loss", report.totals.loss))
         agreement.decide(report, loop.progress, self._logged, applied)
-        self._pending, self._logged = None, {}
+        self._pending, self._logged, self._fresh = None, {}, {}
 
     def _unlogged(self) -> list[str]:
         metric = self._given.settings.metric.name

@@ -59,6 +59,7 @@ class Parts:
             state.precision,
             clip_grad_norm=config.clip_grad_norm,
             on_nonfinite=config.on_nonfinite,
+            preconditioned=config.noise.preconditioned,
         )
         return TrainingLoop(
             model=state.model,
@@ -70,7 +71,7 @@ class Parts:
             scaling=config.scaling,
             cadence=config.batch.cadence,
             measure_every=config.noise.measure_every,
-            split_to_measure=config.splits_to_measure,
+            lone=config.lone,
             progress=progress,
         )
 
@@ -131,10 +132,11 @@ def build_parts(config: Config, world: World, blocks: dict[str, Blocks]) -> Part
         split: ColumnStore(fetch(data, config.data.timeout_s), config.data.columns, floats)
         for split, data in blocks.items()
     }
-    progress = ScheduleProgress(stores["train"].num_rows, config.reference_batch_size)
+    progress = config.schedule_progress(stores["train"].num_rows)
     seed_everything(config.seed, 0, 0)
     model = _place(task.build_model(config), world.device, precision.weight_dtype)
     optimizer = _optimizer(config, task, model)
+    config.check_optimizers([optimizer])
     schedule = _schedule(config, task, optimizer, progress)
     feed = IndexedFeed(
         stores["train"],

@@ -94,6 +94,14 @@ class _Trainer(TorchTrainer):
         return super()._initialize_and_run_controller(**parts)  # type: ignore[misc]  # typed as Ray's older one
 
 
+def crowded(config: Config) -> str:
+    """What there is to say where more workers share the connected cluster's CPUs than there are of them."""
+    cpus, (fewest, _) = ray.cluster_resources().get("CPU", 0.0), config.cluster.worker_range
+    if config.cluster.resources_per_worker is not None or fewest <= cpus:
+        return ""
+    return f"{fewest} workers share {cpus:g} CPU: each is slower than one with a CPU of its own"
+
+
 def scaling_config(config: Config) -> ScalingConfig:
     """Workers and their resources on the connected cluster.
 

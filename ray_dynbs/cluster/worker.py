@@ -51,6 +51,7 @@ class Worker:
         self._world = World.current(ray.train.torch.get_device())
         self._parts = build_parts(given.config, self._world, given.blocks)
         self._best: float | None = None
+        self._validation: dict[str, float] = {}
         self._parts.check_metrics()
         self._loop, state, notes = self._restore()
         self._saved_step = self._loop.progress.step
@@ -70,22 +71,37 @@ class Worker:
     def train_epoch(self) -> EpochReport:
         """One pass: train, evaluate, decide, save."""
         report = self._loop.train_epoch(self._parts.loss, self._after_step)
-        validation = self._parts.evaluate(self._agreement.decision.plan.micro_batch_size)
+        validation = self._evaluate()
         self._parts.state.schedule.after_epoch(validation.get("loss", report.totals.loss))
-        self._keep_best(validation)
         self._agreement.notes += self._loop.take_notes()
         self._agreement.decide(report, self._loop.progress, validation)
+        self._validation = {}
         self._save()
         return report
 
+    def _evaluate(self) -> dict[str, float]:
+        """Loss and metrics over the validation rows; the best model so far is kept."""
+        progress = self._loop.progress
+        progress.evaluated_step, progress.evaluated_samples = progress.step, progress.samples_seen
+        found = self._parts.evaluate(self._agreement.decision.plan.micro_batch_size)
+        self._keep_best(found)
+        return found
+
     def _after_step(self) -> None:
-        """Within a pass: decide, then save, where that is due; the same on all ranks."""
+        """Within a pass: evaluate, decide, save, where that is due; the same on all ranks."""
         loop, progress = self._loop, self._loop.progress
+        since = progress.step - progress.evaluated_step, progress.samples_seen - progress.evaluated_samples
+        if self._config.evaluate.cadence.due(*since):
+            with loop.aside():
+                self._validation = self._evaluate()
+            self._agreement.evaluated(progress, self._validation)
         if loop.decision_due:
-            self._agreement.decide_within(loop.report_interval(), progress)
+            self._agreement.decide_within(loop.report_interval(), progress, self._validation)
+            self._validation = {}
         since = progress.step - self._saved_step, progress.samples_seen - self._saved_samples
         if self._config.checkpoint.cadence.due(*since):
-            self._save()
+            with loop.aside():
+                self._save()
             loop.reseed()
 
     def _restore(self) -> tuple[TrainingLoop, dict[str, Any] | None, list[str]]:
@@ -95,7 +111,7 @@ class Worker:
             return self._parts.make_loop(Progress()), None, []
         with saved.as_directory() as folder:
             restored = self._parts.state.load(Path(folder), self._world.device)
-        self._best = restored["best"]
+        self._best, self._validation = restored["best"], restored["validation"]
         num_rows, notes = self._parts.feed.num_rows, []
         self._refuse_other_rows_within(restored)
         if restored["num_rows"] != num_rows:
@@ -156,6 +172,7 @@ class Worker:
             **self._order,
             "manager": self._agreement.state,
             "best": self._best,
+            "validation": self._validation,
         }
         with tempfile.TemporaryDirectory() as folder:
             self._parts.state.save(Path(folder), content)

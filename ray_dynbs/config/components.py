@@ -74,7 +74,10 @@ def _build(
     try:
         component = factory(**values)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        of_key = f"{getattr(factory, '__name__', name)}."  # a key of its own, which has a place in the file
+        told = str(error)
+        said = f"{where}.{told.removeprefix(of_key)}" if told.startswith(of_key) else f"{where}: {told}"
+        raise ConfigError(said) from error
     except Exception as error:  # a user's own code may raise anything
         raise ConfigError(f"{where}: {name} failed: {_one_line(error)}") from error
     for method in ("init", "update"):

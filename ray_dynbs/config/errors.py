@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from pydantic import ValidationError
 
 _UNION_MEMBERS = ("str", "bool", "list[str]", "constrained-int", "list[constrained-int]", "dict[str,int]")
+_CADENCE = "epoch, {steps: N} or {samples: N}"
+_BY_EXAMPLE = {
+    "policy": "a mapping such as {name: noise_scale} (as --set: policy.name=noise_scale)",
+    "batch.decide_every": _CADENCE,
+    "checkpoint.every": _CADENCE,
+    "evaluate.every": _CADENCE,
+}
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
@@ -45,6 +53,10 @@ def _path(problem: Any) -> list[Any]:
 def _phrase(alternatives: list[Any], key: str, names: list[str]) -> str:
     problem = alternatives[0]
     kind, context = problem["type"], problem.get("ctx", {})
+    if key in _BY_EXAMPLE and "dict_type" in {p["type"] for p in alternatives}:
+        return f"{key} is {problem['input']!r}; allowed: {_BY_EXAMPLE[key]}"
+    if key.startswith("guards.") and kind == "dict_type":
+        return f"{key} is {problem['input']!r}; allowed: a mapping such as {{name: cooldown, decisions: 1}}"
     if kind == "extra_forbidden":
         word = key.rpartition(".")[2]
         return f"{key}: unknown key{nearest(word, names)}; allowed: {', '.join(names)}"
@@ -55,6 +67,8 @@ def _phrase(alternatives: list[Any], key: str, names: list[str]) -> str:
         return f"{key}: {message}" if key else message
     found = problem["input"]
     shown = f"{found!r}" if len(repr(found)) < 80 else type(found).__name__
+    if kind == "literal_error" and isinstance(found, str):
+        shown += nearest(found, re.findall(r"'([^']*)'", str(context["expected"])))
     allowed = " or ".join(_requirement(p["type"], p.get("ctx", {}), p["msg"]) for p in alternatives)
     return f"{key} is {shown}; allowed: {allowed}"
 

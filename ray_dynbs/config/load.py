@@ -15,6 +15,8 @@ from ray_dynbs.config.schema import Batching, Config
 from ray_dynbs.config.sections import default_guards
 from ray_dynbs.core.errors import ConfigError
 
+LARGEST = 2**63 - 1
+
 
 class _Loader(yaml.SafeLoader):
     """Safe YAML in which 1e-3 is a number and a key given twice is an error."""
@@ -64,6 +66,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     data.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem))
     for override in overrides:
         apply_override(data, override)
+    _refuse_huge(data, str(path))
     try:
         return Config.model_validate(data)
     except ValidationError as error:
@@ -82,8 +85,21 @@ def parse_yaml(text: str) -> Any:
         mark = error.problem_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ConfigError(f"not YAML: {place}{error.problem}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from error
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError: an impossible date, too many digits
+        raise ConfigError(f"not YAML: {' '.join(str(error).split())[:200]}") from error
+
+
+def _refuse_huge(data: Any, where: str) -> None:
+    """Refuse whole numbers that are none to any machine.
+
+    Raises:
+        ConfigError: there is one; names its key.
+    """
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise ConfigError(f"{where}: {key} is {str(value)[:20]}...; allowed: at most {LARGEST}")
+        _refuse_huge(value, where)
 
 
 def dump_yaml(config: Batching, **more: str) -> str:
@@ -117,6 +133,8 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     if isinstance(node, list):
         node[_index(node, last, override)] = parsed
         return
+    if not isinstance(node, dict):
+        raise ConfigError(f"--set {override}: {parts[-2]} is {node!r}, which has no keys")
     if last == "name" and parts[0] in _NAMED_SECTIONS and len(parts) > 1 and node.get("name") != parsed:
         kept = {"lr": node["lr"]} if "lr" in node and parts[0] == "optimizer" else {}
         node.clear()
@@ -130,6 +148,8 @@ _NAMED_SECTIONS = ("policy", "guards", "optimizer", "scheduler")
 def _descend(node: Any, part: str, override: str) -> Any:
     if isinstance(node, list):
         return node[_index(node, part, override)]
+    if not isinstance(node, dict):
+        raise ConfigError(f"--set {override}: {node!r} has no key {part!r}")
     if node.get(part) is None:
         node[part] = {}
     if not isinstance(node[part], dict | list):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from ray_dynbs.config.components import build_guards, build_policy, with_defaults
+from ray_dynbs.config.fits import check_betas, check_guards, check_optimizer, try_decision
 from ray_dynbs.config.sections import (
+    RULES_OF_NOISE,
     BatchSection,
     CheckpointSection,
     ClusterSection,
@@ -27,15 +29,16 @@ from ray_dynbs.config.sections import (
 )
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.estimators import NoiseScale
-from ray_dynbs.core.guards import GUARDS, ClassCoverage
+from ray_dynbs.core.guards import GUARDS
 from ray_dynbs.core.guards.reset import ResetToBase
-from ray_dynbs.core.lr import ADAM_FAMILY, LR_RULES, Scaling
+from ray_dynbs.core.lr import ADAM_FAMILY, LR_RULES, GainProgress, Scaling, ScheduleProgress
 from ray_dynbs.core.manager import DynamicBatchSizeManager
 from ray_dynbs.core.policies import POLICIES
 
 DEFAULT_POLICY = "threshold"
 NEED_NOISE = ("goodput", "noise_scale", "norm_test")
 """Policies that cannot do without measured gradient noise."""
+Lone = Literal["split", "successive", "none"]
 
 
 class Batching(Section):
@@ -72,17 +75,16 @@ class Batching(Section):
 
     @model_validator(mode="after")
     def _buildable(self) -> Batching:
-        self.make_manager()
-        for index, guard in enumerate(build_guards(self.guards)):
-            if isinstance(guard, ClassCoverage) and guard.floor > self.batch.max:
-                raise ConfigError(
-                    f"guards.{index}: class_coverage needs {guard.floor} rows, batch.max is {self.batch.max};"
-                    " allowed: a larger batch.max, or a smaller quantile"
-                )
-        if self.policy["name"] in NEED_NOISE and self.noise.measure_every is None:
+        manager = self.make_manager()
+        batch = self.batch
+        check_guards(build_guards(self.guards), batch.min, batch.initial, batch.max)
+        own = [self.policy["name"] not in POLICIES, *(g["name"] not in GUARDS for g in self.guards)]
+        if any(own):
+            try_decision(manager)
+        if self._needs_noise and self.noise.measure_every is None:
             raise ConfigError(
-                f"policy.name is {self.policy['name']!r}, which needs gradient noise, and noise.measure_every"
-                " is null; allowed: auto or a number of steps"
+                f"{self._needs_noise}, which needs gradient noise, and noise.measure_every is null; allowed: "
+                "auto or a number of steps"
             )
         return self
 
@@ -98,33 +100,52 @@ class Batching(Section):
         )
 
     def _reset(self) -> list[ResetToBase]:
-        return [ResetToBase(size=self.batch.initial)] if self.batch.reset == "to_base" else []
+        if self.batch.reset == "warm_start":
+            return []
+        return [ResetToBase(size=self.batch.initial, grows=self.memory.vote != "shrink")]
 
-    def check_rule(self, betas: tuple[float, float]) -> None:
-        """See that the LR rule is defined for every batch there may be.
+    def check_optimizers(self, optimizers: Sequence[Any], reference: int | None = None) -> None:
+        """See that the LR rule and the measuring of noise fit these optimizers.
 
         Args:
-            betas: The optimizer's.
+            optimizers: torch's.
+            reference: The batch their LR was tuned for, rows; this configuration's if left out.
 
         Raises:
-            ConfigError: it is not; says up to which size it is.
+            ConfigError: they do not; see :func:`~ray_dynbs.config.fits.check_optimizer`.
         """
-        reference = self.reference_batch_size
-        largest = round(
-            LR_RULES[self.lr.rule]().largest_ratio(betas), 9
-        )  # 1 / (1 - 0.9) is a little above 10
-        if self.batch.max / reference >= largest:
-            most = math.ceil(round(largest * reference, 6)) - 1
-            raise ConfigError(
-                f"lr.rule {self.lr.rule} holds below {largest:g} times the reference batch of {reference} "
-                f"(betas {betas[0]:g}, {betas[1]:g}), batch.max is {self.batch.max}; allowed: at most {most}"
+        for optimizer in optimizers:
+            check_optimizer(
+                optimizer,
+                rule=self.lr.rule,
+                reference=reference or self.reference_batch_size,
+                largest=self.batch.max,
+                preconditioned=self.noise.preconditioned,
             )
 
+    def schedule_progress(self, num_rows: int, reference: int | None = None) -> ScheduleProgress:
+        """What advances a per-step scheduler.
+
+        Args:
+            num_rows: Rows in one pass.
+            reference: The batch the schedule is planned with; this configuration's if left out.
+        """
+        kind = GainProgress if self.lr.progress == "gain" else ScheduleProgress
+        return kind(num_rows, reference or self.reference_batch_size)
+
     @property
-    def splits_to_measure(self) -> bool:
-        """Whether a lone micro-batch is cut in two on measured steps."""
-        split = self.noise.split
-        return self.policy["name"] in NEED_NOISE if split == "auto" else split
+    def lone(self) -> Lone:
+        """What is done on one worker with a lone micro-batch, to measure noise."""
+        if self.noise.lone != "auto":
+            return self.noise.lone
+        return "split" if self._needs_noise else "none"
+
+    @property
+    def _needs_noise(self) -> str:
+        """The key whose value cannot do without measured noise; empty for none."""
+        if self.policy["name"] in NEED_NOISE:
+            return f"policy.name is {self.policy['name']!r}"
+        return f"lr.rule is {self.lr.rule!r}" if self.lr.rule in RULES_OF_NOISE else ""
 
     @property
     def reference_batch_size(self) -> int:
@@ -142,7 +163,7 @@ class Batching(Section):
             self.batch.max,
             self.batch.min,
             policy=build_policy(self.policy, memory_vote=self.memory.vote),
-            guards=[*build_guards(self.guards), *self._reset()],
+            guards=[*self._reset(), *build_guards(self.guards)],
             lr_rule=LR_RULES[self.lr.rule](),
             reference_batch_size=self.lr.reference_batch_size,
             max_lr_scale=self.lr.max_scale,
@@ -176,10 +197,30 @@ class Config(Batching):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
 
     @model_validator(mode="after")
-    def _rule_fits(self) -> Config:
-        betas = (self.optimizer.model_extra or {}).get("betas", [0.9, 0.999])
-        if self.optimizer.name in ADAM_FAMILY and isinstance(betas, list) and len(betas) == 2:
-            self.check_rule((float(betas[0]), float(betas[1])))
+    def _noise_can_be_measured(self) -> Config:
+        alone = self.cluster.worker_range[1] == 1 and self.memory.max_micro_batch_size is None
+        if self._needs_noise and alone and self.noise.lone == "none":
+            raise ConfigError(
+                f"{self._needs_noise}, which needs gradient noise, and one worker with one micro-batch in a "
+                "step has nothing to compare under noise.lone none; allowed: auto, split, successive, more "
+                "workers, or a memory.max_micro_batch_size"
+            )
         return self
+
+    @model_validator(mode="after")
+    def _rule_fits(self) -> Config:
+        self.check_rule()
+        return self
+
+    def check_rule(self) -> None:
+        """See that the LR rule holds for every batch there may be, as far as the configuration tells.
+
+        Raises:
+            ConfigError: it does not; says up to which size it does.
+        """
+        betas = (self.optimizer.model_extra or {}).get("betas", [0.9, 0.999])
+        numbers = [each for each in betas if type(each) in (int, float)] if isinstance(betas, list) else []
+        if self.optimizer.name in ADAM_FAMILY and len(numbers) == len(betas) == 2:  # else torch complains
+            check_betas(self.lr.rule, numbers, self.reference_batch_size, self.batch.max)
 
     out: str = Field("runs", min_length=1, description="folder or URI for run directories")

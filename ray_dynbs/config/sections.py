@@ -16,8 +16,10 @@ from ray_dynbs.core.cadence import Cadence
 from ray_dynbs.core.errors import ConfigError
 
 RuleName = Literal["none", "linear", "sqrt", "adascale", "adascale_sqrt", "adam_sde", "legw", "half_life"]
+RULES_OF_NOISE = ("adascale", "adascale_sqrt")
+"""LR rules that go by measured gradient noise."""
 Shuffle = Literal["window", "full", "none"]
-Rows = Annotated[int, Field(ge=1)]
+Rows = Annotated[int, Field(ge=1, le=10**15)]
 Timeout = Annotated[float, Field(gt=0)]
 Workers = Annotated[int, Field(ge=1)]
 
@@ -173,13 +175,29 @@ class LRSection(Section):
     """How the LR follows the batch size."""
 
     rule: RuleName = Field("none", description="multiplier on the base LR as the batch changes")
+    progress: Literal["rows", "gain"] = Field(
+        "rows",
+        description="what advances a per-step scheduler: rows used, or AdaScale's gain (with an adascale "
+        "rule), which takes longer",
+    )
     warmup_epochs: float = Field(0.0, ge=0, description="passes over which the multiplier is phased in")
     ramp_steps: int = Field(0, ge=0, description="optimizer steps over which a later change is phased in")
-    scale_weight_decay: bool = Field(False, description="weight decay times the root of B / B_ref")
+    scale_weight_decay: bool = Field(
+        False, description="weight decay times B / B_ref over the LR's multiplier"
+    )
     reference_batch_size: Rows | None = Field(
         None, description="batch the base LR was tuned for; batch.initial"
     )
     max_scale: float | None = Field(None, gt=0, description="cap on the multiplier")
+
+    @model_validator(mode="after")
+    def _gain_is_measured(self) -> LRSection:
+        if self.progress == "gain" and self.rule not in RULES_OF_NOISE:
+            raise ConfigError(
+                f"progress is 'gain' and rule is {self.rule!r}, which has none; allowed with "
+                f"{' and '.join(RULES_OF_NOISE)}"
+            )
+        return self
 
 
 class NoiseSection(Section):
@@ -188,9 +206,14 @@ class NoiseSection(Section):
     measure_every: Literal["auto"] | Rows | None = Field(
         "auto", description="steps from one measurement to the next; auto: at 2 % of step time; null: never"
     )
-    split: Literal["auto"] | bool = Field(
+    lone: Literal["auto", "split", "successive", "none"] = Field(
         "auto",
-        description="on one worker, cut a lone micro-batch in two to measure; auto: where a policy needs it",
+        description="one worker with one micro-batch in a step: cut it in two to measure (split), compare it "
+        "with the step before, which is biased (successive), or do not measure; auto: split where a policy "
+        "or LR rule needs it",
+    )
+    preconditioned: bool = Field(
+        False, description="in Adam's metric, every gradient over sqrt(v) + eps; adam and adamw only"
     )
     decay: float | None = Field(
         None, ge=0, lt=1, description="weight kept from one measured step to the next; null adapts itself"
@@ -247,8 +270,18 @@ class ClusterSection(Section):
 class EvaluateSection(Section):
     """Validation."""
 
-    every: Literal["epoch"] = Field("epoch", description="when")
+    every: EveryKey = Field("epoch", description="when: at every epoch's end, and {steps: N} or {samples: N}")
     batch_size: Rows | None = Field(None, description="rows per worker and forward; twice the micro-batch")
+
+    @model_validator(mode="after")
+    def _sound(self) -> EvaluateSection:
+        _cadence("every", self.every)
+        return self
+
+    @property
+    def cadence(self) -> Cadence:
+        """When it is due within a pass."""
+        return _cadence("every", self.every)
 
 
 class CheckpointSection(Section):

@@ -8,6 +8,7 @@ sufficient, and close at high q.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,8 @@ from ray_dynbs.core.errors import ConfigError
 LARGEST_BATCH = 1_000_000
 LARGEST_EXACT = 100_000_000
 """Classes times draws squared above which the exact answer takes too long."""
+UNION_IS_EXACT = 1e-8
+"""Doubt below which the union bound is exact but for rounding, and the exact sum is not."""
 Curve = npt.NDArray[np.float64]
 FEW_CLASSES = 12
 
@@ -90,6 +93,11 @@ def smallest_covering_batch(probabilities: Sequence[float], quantile: float, *, 
     >>> smallest_covering_batch([1] * 10, 0.5), smallest_covering_batch([1] * 10, 0.5, exact=False)
     (27, 29)
     """
+    return _smallest(tuple(probabilities), quantile, exact)
+
+
+@functools.lru_cache(maxsize=128)  # a manager is built for every decision
+def _smallest(probabilities: tuple[float, ...], quantile: float, exact: bool) -> int:
     total = sum(probabilities)
     if not probabilities or not all(p > 0 and math.isfinite(p) for p in probabilities):
         raise ConfigError(f"class weights are {list(probabilities)[:10]}; allowed: at least one, each > 0")
@@ -103,14 +111,15 @@ def smallest_covering_batch(probabilities: Sequence[float], quantile: float, *, 
     if len(shares) == 1:
         return 1
     bound = _first(union, 1, LARGEST_BATCH)
-    if not exact:
+    if not exact or 1 - quantile < UNION_IS_EXACT:
         return bound
     if len(shares) > FEW_CLASSES and len(shares) * bound**2 > LARGEST_EXACT:
         raise ConfigError(
             f"the exact batch for {len(shares)} classes (at most {bound}) takes too long to find; allowed: "
             "exact: false"
         )
-    return int(np.argmax(coverages(shares, bound) >= quantile))
+    enough = coverages(shares, bound) >= quantile
+    return int(np.argmax(enough)) if enough.any() else bound
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int) -> int:

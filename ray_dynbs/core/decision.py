@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ray_dynbs.core.keys import typed
 from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.core.signal import Signal
 
@@ -20,7 +21,7 @@ class Decision:
         step: Optimizer steps in the run up to it.
         samples_seen: Rows used in the run up to it.
         plan: Sizes from now on.
-        micro_ceiling: Most rows known to fit in one forward/backward; ``None``: no limit known.
+        micro_ceiling: Most rows learned to fit in one forward/backward; ``None``: no limit was met.
         num_rows: Rows in one pass, above which no batch grows; ``None``: unknown.
         lr_scale: Multiplier on the base LR (before warm-up), > 0.
         reasons: Why, one phrase for each piece that had a say.
@@ -60,17 +61,26 @@ class Decision:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Decision:
-        """The inverse of :meth:`to_record`."""
+        """The inverse of :meth:`to_record`.
+
+        Raises:
+            KeyError: a field is missing.
+            TypeError: a field is of another type.
+        """
+        record = typed(cls, record)
+        sizes = [record[key] for key in ("global_batch_size", "micro_batch_size", "world_size")]
+        if any(type(size) is not int for size in sizes):
+            raise TypeError(f"sizes are {sizes}")
         return cls(
             incarnation=record["incarnation"],
             version=record["version"],
             epoch=record["epoch"],
             step=record["step"],
             samples_seen=record["samples_seen"],
-            plan=BatchPlan(record["global_batch_size"], record["micro_batch_size"], record["world_size"]),
+            plan=BatchPlan(*sizes),
             lr_scale=record["lr_scale"],
             micro_ceiling=record["micro_ceiling"],
             num_rows=record["num_rows"],
             reasons=tuple(record["reasons"]),
-            signal=Signal.from_json(record["signal"]) if record["signal"] else None,
+            signal=None if record["signal"] is None else Signal.from_json(record["signal"]),
         )

@@ -7,7 +7,7 @@ stay in the file, told apart by their incarnation.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ def decode_lines(text: str) -> list[Decision]:
             continue
         try:
             decisions.append(Decision.from_record(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, ConfigError) as error:
             raise ConfigError(f"journal line {number} is not a decision: {error!r}") from error
     return decisions
 
@@ -47,7 +47,9 @@ class Mismatch:
 
 
 def replay(
-    decisions: Iterable[Decision], make_manager: Callable[[], DynamicBatchSizeManager]
+    decisions: Iterable[Decision],
+    make_manager: Callable[[], DynamicBatchSizeManager],
+    earlier: Mapping[int, Callable[[], DynamicBatchSizeManager]] | None = None,
 ) -> list[Mismatch]:
     """Feed the recorded signals back and compare every decision, bit for bit.
 
@@ -57,6 +59,8 @@ def replay(
     Args:
         decisions: The journal, in file order.
         make_manager: Builds the manager from the run's configuration.
+        earlier: The same from configurations that were replaced, by the first incarnation that they no
+            longer held for.
 
     Returns:
         The lines that differ; empty when the journal reproduces.
@@ -64,16 +68,20 @@ def replay(
     Raises:
         ConfigError: a restart from a version the journal does not have.
     """
-    manager = make_manager()
-    states: dict[int, dict[str, Any]] = {0: manager.state_dict()}
+    builders = sorted((earlier or {}).items())
+    states: dict[int, dict[str, Any]] = {}
     mismatches = []
     for recorded in decisions:
+        build = next((b for until, b in builders if recorded.incarnation < until), make_manager)
+        if not states:
+            manager = build()
+            states[0] = manager.state_dict()
         if recorded.signal is None:
             if recorded.version not in states:
                 raise ConfigError(
                     f"restart from version {recorded.version}; the journal has {sorted(states)}"
                 )
-            manager = make_manager()
+            manager = build()
             manager.load_state_dict(states[recorded.version])
             again = manager.start(
                 world_size=recorded.plan.world_size,
@@ -108,7 +116,14 @@ def would_have(
     pairs = []
     for recorded in sorted(last.values(), key=lambda d: (d.version, d.incarnation)):
         if recorded.signal is None:
-            manager.start(world_size=recorded.plan.world_size, num_rows=recorded.num_rows)
-        else:
-            pairs.append((recorded, manager.decide(replace(recorded.signal, plan_version=manager.version))))
+            manager.start(
+                world_size=recorded.plan.world_size,
+                num_rows=recorded.num_rows,
+                micro_ceiling=recorded.micro_ceiling,
+            )
+            continue
+        stale = recorded.signal.plan_version != recorded.version - 1
+        signal = replace(recorded.signal, plan_version=-1 if stale else manager.version)
+        pairs.append((recorded, manager.decide(signal)))
+        manager.limit_micro_batch(recorded.micro_ceiling)  # what did not fit then would not have fitted
     return pairs

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,3 +73,37 @@ def check_ranges(component: Any) -> None:
             raise ConfigError(
                 f"{type(component).__name__}.{field.name} is {value}; allowed: {key.allowed() or 'finite'}"
             )
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@functools.cache
+def _plain_types(kind: type) -> dict[str, tuple[type, ...]]:
+    """The fields of a dataclass that hold plain values, and which."""
+    found = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        members = typing.get_args(hint) or (hint,)
+        if all(member in _PLAIN for member in members):
+            found[name] = tuple(members)
+    return found
+
+
+def typed(kind: type, data: Any) -> dict[str, Any]:
+    """Fields of a dataclass as they were read from somewhere, seen to be of their types.
+
+    Args:
+        kind: The dataclass; fields that hold more than plain values are not looked at.
+        data: What was read.
+
+    Raises:
+        TypeError: it is no mapping, or a field is of another type; names it.
+    """
+    if not isinstance(data, Mapping):
+        raise TypeError(f"{kind.__name__} is {data!r}")
+    for name, allowed in _plain_types(kind).items():
+        value = data.get(name)
+        exact = type(value) in allowed or (type(value) is int and float in allowed)
+        if name in data and not exact:
+            raise TypeError(f"{name} is {value!r}")
+    return dict(data)

@@ -12,7 +12,8 @@ from typing import Any
 
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.core.estimators import Estimates, NoiseScale
+from ray_dynbs.core.estimators import Estimate, Estimates, NoiseScale
+from ray_dynbs.core.estimators.knowledge import Knowledge
 from ray_dynbs.core.guards import Clamp
 from ray_dynbs.core.guards.hold import hold
 from ray_dynbs.core.lr import LRRule, Noise, NoScaling
@@ -23,6 +24,8 @@ from ray_dynbs.core.signal import Signal
 
 KEPT_DECISIONS = 1_000
 MIN_FINITE_FRACTION = 0.5
+LEAK_PER_PASS, LEAK_CERTAIN = 0.005, 0.2
+"""Rise of the memory fraction that is worth a word, and the relative error above which it is none."""
 
 
 class DynamicBatchSizeManager:
@@ -51,6 +54,8 @@ class DynamicBatchSizeManager:
         max_lr_scale: Cap on the LR multiplier, or ``None``.
         max_micro_batch_size: Most rows in one forward/backward on one rank, or ``None``.
         world_size: Data-parallel ranks.
+        num_rows: Rows in one pass, above which no batch grows; in a plain loop also what a pass is counted
+            by, for policies and guards that go by passes.
         noise: How the gradient noise scale is smoothed.
 
     Raises:
@@ -70,6 +75,7 @@ class DynamicBatchSizeManager:
         max_lr_scale: float | None = None,
         max_micro_batch_size: int | None = None,
         world_size: int = 1,
+        num_rows: int | None = None,
         noise: NoiseScale | None = None,
     ) -> None:
         smallest = min(8, initial_batch_size) if min_batch_size is None else min_batch_size
@@ -83,13 +89,13 @@ class DynamicBatchSizeManager:
         self._max_lr_scale = max_lr_scale
         self._reference = reference_batch_size or initial_batch_size
         self._reference_given = reference_batch_size is not None
-        self._num_rows: int | None = None
+        self._num_rows = num_rows
         self._max_micro_batch_size = max_micro_batch_size
-        self._micro_ceiling = max_micro_batch_size
+        self._learned: int | None = None
         self._plan = BatchPlan.fit(initial_batch_size, world_size, self._micro_ceiling)
         self._policy_state = self._policy.init(self._plan)
-        self._noise = noise or NoiseScale()
-        self._noise_state = self._noise.init()
+        self._knowledge = Knowledge(noise or NoiseScale())
+        self._known = self._knowledge.init()
         self._incarnation = self._version = 0
         self._epoch = self._step = self._samples_seen = 0
         self._changed_at: tuple[int, int] | None = None
@@ -113,10 +119,14 @@ class DynamicBatchSizeManager:
         """
         rows = self._plan.global_batch_size
         memory = None if memory_usage is None else float(memory_usage)
+        samples = self._samples_seen + rows
+        seen = samples / self._num_rows if self._num_rows else 0.0
         signal = Signal.measured(
-            epochs_seen=0.0,
+            epoch=int(seen),
+            epochs_seen=seen,
             step=self._step + 1,
-            samples_seen=self._samples_seen + rows,
+            samples_seen=samples,
+            ends_pass=self._num_rows is not None and samples % self._num_rows < rows,
             plan_version=self._version,
             world_size=self._plan.world_size,
             num_steps=1,
@@ -147,7 +157,7 @@ class DynamicBatchSizeManager:
     @property
     def estimates(self) -> Estimates:
         """What is known from all signals so far."""
-        return Estimates(**self._noise.estimates(self._noise_state))
+        return self._knowledge.estimates(self._known)
 
     def start(
         self,
@@ -169,11 +179,11 @@ class DynamicBatchSizeManager:
             ConfigError: ``world_size`` below 1.
         """
         self._incarnation = incarnation
-        self._num_rows = num_rows
-        self._micro_ceiling = _smallest(self._micro_ceiling, micro_ceiling)
+        self._num_rows = num_rows or self._num_rows
+        self._learned = _smallest(self._learned, micro_ceiling)
         wanted = self._plan.global_batch_size
-        largest = min(self.max_batch_size, num_rows or self.max_batch_size)
-        size = min(max(self.min_batch_size, wanted), largest)
+        smallest, largest = self._bounds
+        size = min(max(smallest, wanted), largest)
         reason = f"start with {world_size} ranks"
         if incarnation or self._version:
             reason = f"restart from version {self._version} with {world_size} ranks"
@@ -184,12 +194,28 @@ class DynamicBatchSizeManager:
         reason, self._note = reason + self._note, ""
         return self._decision((reason,), None)
 
+    def limit_micro_batch(self, rows: int | None) -> None:
+        """Take it that no more rows than these fit in one forward/backward; ``None`` says nothing."""
+        self._learned = _smallest(self._learned, rows)
+        plan = self._plan
+        self._plan = BatchPlan.fit(plan.global_batch_size, plan.world_size, self._micro_ceiling)
+
+    @property
+    def _micro_ceiling(self) -> int | None:
+        """The configured limit, and what was learned."""
+        return _smallest(self._max_micro_batch_size, self._learned)
+
     def decide(self, signal: Signal) -> Decision:
-        """Make one decision. A signal measured under another plan holds, and says so."""
+        """Make one decision; what was measured under another plan, or on next to no rows, holds."""
         proposal = Proposal(self._plan.global_batch_size, self._micro_ceiling)
         if signal.plan_version != self._version:
             reason = f"stale signal (measured under version {signal.plan_version}, now {self._version}): hold"
             proposal = proposal.because(reason)
+        elif 0 < signal.rows < self._plan.global_batch_size and signal.rows != self._num_rows:
+            size = self._plan.global_batch_size
+            proposal = proposal.because(
+                f"{signal.rows} rows since the last decision, {size} in a batch: hold"
+            )
         else:
             proposal = self._propose(proposal, signal)
         self._epoch, self._step, self._samples_seen = signal.epoch, signal.step, signal.samples_seen
@@ -203,7 +229,7 @@ class DynamicBatchSizeManager:
         """Everything a later process needs to go on exactly: JSON-able, without the history."""
         return {
             "global_batch_size": self._plan.global_batch_size,
-            "micro_ceiling": self._micro_ceiling,
+            "micro_ceiling": self._learned,
             "world_size": self._plan.world_size,
             "num_rows": self._num_rows,
             "reference_batch_size": self._reference,
@@ -213,7 +239,7 @@ class DynamicBatchSizeManager:
             "step": self._step,
             "samples_seen": self._samples_seen,
             "changed_at": list(self._changed_at) if self._changed_at else None,
-            "noise_state": self._noise_state,
+            "known": self._known,
             "pieces": self._piece_names,
             "policy_state": self._policy_state,
         }
@@ -228,20 +254,26 @@ class DynamicBatchSizeManager:
             ConfigError: the state is not one of :meth:`state_dict`.
         """
         try:
-            self._micro_ceiling = _smallest(state["micro_ceiling"], self._max_micro_batch_size)
+            self._learned = state["micro_ceiling"]
             self._num_rows = state["num_rows"]
             if not self._reference_given:  # "the initial size" means the one the run began with
                 self._reference = state["reference_batch_size"]
-            self._plan = BatchPlan.fit(state["global_batch_size"], state["world_size"], self._micro_ceiling)
+            saved = state["global_batch_size"]
+            size = min(max(saved, self.min_batch_size), self.max_batch_size)
+            bounds = f"bounds {self.min_batch_size} to {self.max_batch_size}"
+            self._note = "" if size == saved else f"; {saved} -> {size} ({bounds})"
+            self._plan = BatchPlan.fit(size, state["world_size"], self._micro_ceiling)
             self._incarnation, self._version = state["incarnation"], state["version"]
             self._epoch, self._step = state["epoch"], state["step"]
             self._samples_seen = state["samples_seen"]
             changed = state["changed_at"]
             self._changed_at = (changed[0], changed[1]) if changed else None
-            self._noise_state = self._noise.restored(state.get("noise_state"))
+            self._known = self._knowledge.restored(state["known"])
+            if self._knowledge.forgets(state["known"]):
+                self._note += "; what was known of the noise is dropped (noise.decay is another one)"
             same = state["pieces"] == self._piece_names
             self._policy_state = state["policy_state"] if same else self._policy.init(self._plan)
-            self._note = "" if same else f"; policy state of {state['pieces']} dropped"
+            self._note += "" if same else "; what the earlier policy and guards remembered is dropped"
         except (KeyError, TypeError) as error:
             raise ConfigError(f"not a manager state: {error!r} in {dict(state)}") from error
 
@@ -252,47 +284,61 @@ class DynamicBatchSizeManager:
     # -- inside --------------------------------------------------------------------------------
 
     def _propose(self, proposal: Proposal, signal: Signal) -> Proposal:
-        self._noise_state = self._noise.update(self._noise_state, signal.pieces)
+        self._known = self._knowledge.update(self._known, signal, self._plan.micro_batch_size)
         changed_version, changed_step = self._changed_at or (None, 0)
         view = View(
             signal=signal,
             plan=self._plan,
             decisions_since_change=None if changed_version is None else self._version - changed_version,
             steps_since_change=signal.step - changed_step,
-            estimates=self.estimates,
+            estimates=(known := self.estimates),
             num_rows=self._num_rows,
             reference_batch_size=self._reference,
             micro_ceiling=self._micro_ceiling,
+            bounds=self._bounds,
         )
         proposal, self._policy_state = self._policy.update(proposal, self._policy_state, view)
         if self._num_rows is not None and proposal.global_batch_size > self._num_rows:
             reason = f"{proposal.global_batch_size} -> {self._num_rows} (all the rows there are)"
             proposal = proposal.because(reason, global_batch_size=self._num_rows)
+        leak = _leak(known.memory_trend)
+        if leak:
+            proposal = proposal.because(leak)
         doubt = _unreliable(signal)
         if doubt and proposal.global_batch_size > self._plan.global_batch_size:
             return hold(proposal, view, f"{doubt}: no growth")
         return proposal
 
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        """Smallest and largest batch there may be."""
+        largest = min(self.max_batch_size, self._num_rows or self.max_batch_size)
+        return min(self.min_batch_size, largest), largest
+
     def _apply(self, proposal: Proposal) -> None:
         self._version += 1
         if proposal.global_batch_size != self._plan.global_batch_size:
             self._changed_at = (self._version, self._step)
-        self._micro_ceiling = proposal.micro_ceiling
+        if proposal.micro_ceiling != self._micro_ceiling:
+            self._learned = proposal.micro_ceiling
         self._plan = BatchPlan.fit(proposal.global_batch_size, self._plan.world_size, self._micro_ceiling)
 
-    def _scale(self) -> tuple[float, str]:
-        """The multiplier on the LR, and a word where it is cut."""
-        noise = Noise.of(self.estimates, self._reference)
-        scale = self._lr_rule.scale(self._plan.global_batch_size / self._reference, noise)
+    def _scale(self) -> tuple[float, tuple[str, ...]]:
+        """The multiplier on the LR, and what there is to say about it."""
+        noise, ratio = (
+            Noise.of(self.estimates, self._reference),
+            self._plan.global_batch_size / self._reference,
+        )
+        scale = self._lr_rule.scale(ratio, noise)
+        said = self._lr_rule.explain(ratio, noise)
         most = self._max_lr_scale
         if most is None or scale <= most:
-            return scale, ""
-        return most, f"lr_scale {scale:g} -> {most:g} (max_scale)"
+            return scale, said
+        return most, (*said, f"lr_scale {scale:g} -> {most:g} (max_scale)")
 
     def _decision(self, reasons: tuple[str, ...], signal: Signal | None) -> Decision:
-        scale, cut = self._scale()
-        if cut:
-            reasons = (*reasons, cut)
+        scale, said = self._scale()
+        reasons = (*reasons, *said)
         return Decision(
             incarnation=self._incarnation,
             version=self._version,
@@ -301,7 +347,7 @@ class DynamicBatchSizeManager:
             samples_seen=self._samples_seen,
             plan=self._plan,
             lr_scale=scale,
-            micro_ceiling=self._micro_ceiling,
+            micro_ceiling=self._learned,
             num_rows=self._num_rows,
             reasons=reasons,
             signal=signal,
@@ -313,11 +359,21 @@ def _unreliable(signal: Signal) -> str | None:
     if signal.num_finite_steps < 1:
         return f"no finite step among {signal.num_steps}"
     if signal.num_finite_steps < MIN_FINITE_FRACTION * signal.num_steps:
-        return f"only {signal.num_finite_steps} of {signal.num_steps} steps were finite"
+        return f"only {signal.num_finite_steps} of {signal.num_steps} steps were finite and had weight"
     for name in ("grad_norm", "train_loss", "val_loss"):
         if name in dict(signal.missing):
             return f"{name} is {signal.why_missing(name)}"
     return None
+
+
+def _leak(trend: Estimate | None) -> str | None:
+    """What there is to say where memory fills up though nothing was changed."""
+    if trend is None or not trend.within(LEAK_CERTAIN) or trend.value < LEAK_PER_PASS:
+        return None
+    return (
+        f"memory rises by {trend.value:.1%} +- {trend.value * trend.relative_error:.1%} a pass under an "
+        "unchanged micro-batch"
+    )
 
 
 def _smallest(*limits: int | None) -> int | None:

@@ -60,6 +60,7 @@ class View:
         num_rows: Rows in one pass, ``None`` where unknown.
         reference_batch_size: The batch the base LR was tuned for, ``None`` where unknown.
         micro_ceiling: Most rows known to fit in one forward/backward, ``None`` where no limit is known.
+        bounds: Smallest and largest global batch there may be, ``None`` where unknown.
     """
 
     signal: Signal
@@ -70,6 +71,7 @@ class View:
     num_rows: int | None = None
     reference_batch_size: int | None = None
     micro_ceiling: int | None = None
+    bounds: tuple[int, int] | None = None
 
 
 class Policy(Protocol):

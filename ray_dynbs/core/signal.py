@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ray_dynbs.core.estimators.pieces import PieceSums
+from ray_dynbs.core.keys import typed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class Signal:
         num_steps: Optimizer steps since the last decision.
         num_finite_steps: Those of them whose gradient was finite.
         rows: Rows used since the last decision.
+        ends_pass: Whether the pass ends here, be it complete or left early.
         grad_norm: Mean L2 norm of the step's mean gradient over the finite steps, before clipping.
         train_loss: Sum of losses over sum of weights since the last decision.
         val_loss: The same over the validation rows.
@@ -46,6 +48,7 @@ class Signal:
     num_steps: int = 0
     num_finite_steps: int = 0
     rows: int = 0
+    ends_pass: bool = True
     grad_norm: float | None = None
     train_loss: float | None = None
     val_loss: float | None = None
@@ -67,7 +70,8 @@ class Signal:
             value = numbers.get(name)
             if value is None:
                 continue
-            if not math.isfinite(value) or (value < 0 and name in _NEVER_NEGATIVE):
+            impossible = (value < 0 and name in _NEVER_NEGATIVE) or (value > 1 and name == "memory_fraction")
+            if impossible or not math.isfinite(value):
                 missing.append((name, str(float(value))))
                 numbers[name] = None
         pieces = numbers.get("pieces")
@@ -85,19 +89,20 @@ class Signal:
         return {**asdict(self), "missing": dict(self.missing)}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Signal:
+    def from_json(cls, data: Any) -> Signal:
         """The inverse of :meth:`to_json`, exact for every float.
 
         Raises:
-            TypeError: an unknown field.
+            TypeError: an unknown field, or one of another type.
         """
-        pieces = data.get("pieces")
+        if not isinstance(data, Mapping) or not isinstance(data.get("missing", {}), Mapping):
+            raise TypeError(f"signal is {data!r}")
+        pieces, missing = data.get("pieces"), data.get("missing", {})
+        rest = {key: value for key, value in data.items() if key not in ("pieces", "missing")}
         return cls(
-            **{
-                **data,
-                "pieces": None if pieces is None else PieceSums.from_json(pieces),
-                "missing": tuple((data.get("missing") or {}).items()),
-            }
+            **typed(cls, rest),
+            pieces=None if pieces is None else PieceSums.from_json(pieces),
+            missing=tuple(missing.items()),
         )
 
 

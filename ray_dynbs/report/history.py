@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ class History:
         epochs: Rows of ``epochs.parquet`` that count: of each epoch, the last incarnation's.
         decisions: The journal, lost work included.
         num_lost: Epochs trained that a roll-back undid.
+        evaluations: Rows of ``evaluations.parquet``, those within epochs, by step.
     """
 
     name: str
@@ -30,6 +32,7 @@ class History:
     epochs: tuple[dict[str, Any], ...]
     decisions: tuple[Decision, ...]
     num_lost: int
+    evaluations: tuple[dict[str, Any], ...] = ()
 
     @property
     def metric(self) -> str:
@@ -39,6 +42,27 @@ class History:
     def column(self, name: str) -> list[float | None]:
         """One quantity over the epochs that count."""
         return [row[name] for row in self.epochs]
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """One quantity's finite values over the rows used, those within epochs included."""
+        if name == "global_batch_size":
+            return [(x, float(y)) for x, y in self.batch_sizes]
+        within = [(row["samples_seen"], row.get(name)) for row in self.evaluations]
+        points = [*zip(self.samples, self.column(name), strict=True), *within]
+        return sorted((x, y) for x, y in points if y is not None and math.isfinite(y))
+
+    @property
+    def batch_sizes(self) -> list[tuple[int, int]]:
+        """Rows used, and the size trained with up to there: at epochs' ends, and at decisions within them."""
+        trained = {s: row["global_batch_size"] for s, row in zip(self.samples, self.epochs, strict=True)}
+        kept = {(row["incarnation"], row["epoch"]) for row in self.epochs}
+        size = None
+        for decision in self.decisions:
+            within = decision.signal is not None and (decision.incarnation, decision.epoch) in kept
+            if within and size is not None and decision.samples_seen:
+                trained.setdefault(decision.samples_seen, size)
+            size = decision.plan.global_batch_size
+        return sorted(trained.items())
 
     @property
     def samples(self) -> list[int]:
@@ -75,4 +99,11 @@ def read_history(run: RunDirectory) -> History:
         epochs=tuple(last[epoch] for epoch in sorted(last)),
         decisions=tuple(decode_lines(run.read_text(DECISIONS))),
         num_lost=len(rows) - len(last),
+        evaluations=_that_count(run.read_evaluations()),
     )
+
+
+def _that_count(evaluations: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Of each step, the last incarnation's."""
+    by_step = {row["step"]: row for row in sorted(evaluations, key=lambda row: row["incarnation"])}
+    return tuple(by_step[step] for step in sorted(by_step))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Sequence
 
 import yaml
@@ -11,6 +12,7 @@ from ray_dynbs.core.decision import Decision
 from ray_dynbs.report.history import History
 from ray_dynbs.report.panels import draw_svg, panels_of
 
+MOST_SIZES = 12
 CSS = """
 :root { color-scheme: light; --ink: #1a1a1a; --soft: #5f6368; --line: #e0e0e0; }
 * { box-sizing: border-box; }
@@ -73,13 +75,13 @@ def _summary(histories: Sequence[History]) -> str:
     for history in histories:
         epochs = history.epochs
         best = _best(history)
-        sizes = list(dict.fromkeys(row["global_batch_size"] for row in epochs))
+        sizes = [size for size, _ in itertools.groupby(size for _, size in history.batch_sizes)]
         cells = (
             history.name,
             str(len(epochs)),
             f"{sum(row['steps'] for row in epochs):,}",
             f"{history.samples[-1]:,}",
-            " → ".join(str(size) for size in sizes),
+            _walk(sizes),
             "-" if best is None else f"{history.metric} {best:.4f}",
             f"{sum(row['epoch_time_s'] for row in epochs):,.1f} s",
             _restarts(len(history.starts) - 1, history.num_lost),
@@ -89,6 +91,13 @@ def _summary(histories: Sequence[History]) -> str:
         rows.append(f"<tr>{row}</tr>")
     header = "".join(f"<th>{name}</th>" for name in head)
     return f'<div class="scroll"><table class="summary"><tr>{header}</tr>{"".join(rows)}</table></div>'
+
+
+def _walk(sizes: Sequence[int]) -> str:
+    """Sizes one after the other, or where they lie if they are many."""
+    if len(sizes) <= MOST_SIZES:
+        return " → ".join(map(str, sizes))
+    return f"{sizes[0]} … {sizes[-1]} ({min(sizes)} to {max(sizes)}, {len(sizes) - 1} changes)"
 
 
 def _restarts(restarts: int, repeated: int) -> str:
@@ -122,7 +131,7 @@ def _decision_row(decision: Decision, before: Decision | None) -> str:
     changed = before is not None and plan.global_batch_size != before.plan.global_batch_size
     kind = "start" if decision.signal is None else "change" if changed else ""
     cells = (
-        str(decision.epoch + 1 if decision.version else 0),
+        _epochs_done(decision),
         f"{decision.samples_seen:,}",
         str(plan.global_batch_size),
         f"{plan.micro_batch_size} x {plan.grad_accum_steps}",
@@ -134,6 +143,12 @@ def _decision_row(decision: Decision, before: Decision | None) -> str:
         + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
         + f'<td class="text">{reasons}</td></tr>'
     )
+
+
+def _epochs_done(decision: Decision) -> str:
+    if decision.signal is None:
+        return "" if decision.version else "0"
+    return f"{decision.signal.epochs_seen:.4g}"
 
 
 def _config(history: History) -> str:

@@ -58,14 +58,14 @@ def panels_of(histories: Sequence[History]) -> list[Panel]:
     ]
     if metric == "loss":
         wanted = [panel for panel in wanted if "val_metric" not in panel.columns]
-    return [panel for panel in wanted if any(_finite(h, c) for h in histories for c in panel.columns)]
+    return [panel for panel in wanted if any(h.curve(c) for h in histories for c in panel.columns)]
 
 
 def draw_panel(panel: Panel, histories: Sequence[History], axes: Axes) -> None:
     """Draw one panel: every run a colour, restarts as dotted lines."""
     for history, colour in zip(histories, _colours(len(histories)), strict=True):
         for number, column in enumerate(panel.columns):
-            points = _finite(history, column)
+            points = history.curve(column)
             if points:
                 x, y = zip(*points, strict=True)
                 axes.plot(
@@ -131,7 +131,7 @@ def _with_figure(size: tuple[float, float], draw: Callable[[Any], None]) -> None
 def _scale(panel: Panel, histories: Sequence[History], axes: Axes) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    values = [y for h in histories for c in panel.columns for _, y in _finite(h, c)]
+    values = [y for h in histories for c in panel.columns for _, y in h.curve(c)]
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     if panel.scale == "log2":
@@ -145,11 +145,6 @@ def _scale(panel: Panel, histories: Sequence[History], axes: Axes) -> None:
         )
     if panel.columns == ("memory_fraction",):
         axes.set_ylim(0, 1)
-
-
-def _finite(history: History, column: str) -> list[tuple[int, float]]:
-    pairs = zip(history.samples, history.column(column), strict=True)
-    return [(x, y) for x, y in pairs if y is not None and math.isfinite(y)]
 
 
 def _colours(count: int) -> list[str]:

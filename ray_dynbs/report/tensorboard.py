@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from pathlib import Path
 
@@ -38,9 +37,8 @@ def write_events(run: RunDirectory, history: History) -> None:
     with tempfile.TemporaryDirectory() as folder:
         writer = SummaryWriter(logdir=folder)
         for column, tag in TAGS.items():
-            for samples, value in zip(history.samples, history.column(column), strict=True):
-                if value is not None and math.isfinite(value):
-                    writer.add_scalar(tag, value, global_step=samples)
+            for samples, value in history.curve(column):
+                writer.add_scalar(tag, value, global_step=samples)
         writer.close()
         (events,) = Path(folder).iterdir()
         # One name for all times: a report written again replaces the events instead of doubling them.

@@ -21,8 +21,11 @@ from ray_dynbs.core.errors import ConfigError
 CONFIG = "config.yaml"
 DECISIONS = "decisions.jsonl"
 EPOCHS = "epochs.parquet"
+EVALUATIONS = "evaluations.parquet"
 MODEL = "model.pt"
 CHECKPOINTS = "checkpoints"
+EARLIER_CONFIGS = "earlier_configs"
+"""Configurations that no longer hold, each named by the first incarnation it did not hold for."""
 
 EPOCH_SCHEMA = pa.schema(
     [
@@ -44,6 +47,16 @@ EPOCH_SCHEMA = pa.schema(
         ("memory_fraction", pa.float64()),
         ("samples_per_s", pa.float64()),
         ("epoch_time_s", pa.float64()),
+    ]
+)
+EVALUATION_SCHEMA = pa.schema(
+    [
+        ("epoch", pa.int64()),
+        ("incarnation", pa.int64()),
+        ("step", pa.int64()),
+        ("samples_seen", pa.int64()),
+        ("val_loss", pa.float64()),
+        ("val_metric", pa.float64()),
     ]
 )
 _OBJECT_STORES = ("s3", "gcs", "abfs")
@@ -155,6 +168,12 @@ class RunDirectory:
         filesystem, path = self._resolve()
         return bool(filesystem.get_file_info(f"{path}/{file}").type != pafs.FileType.NotFound)
 
+    def names_in(self, folder: str) -> list[str]:
+        """Names of what lies in a folder of the run, in order; none where it does not exist."""
+        filesystem, path = self._resolve()
+        entries = filesystem.get_file_info(pafs.FileSelector(f"{path}/{folder}", allow_not_found=True))
+        return sorted(entry.base_name for entry in entries)
+
     def read_text(self, file: str) -> str:
         """A text file of the run; empty where it does not exist yet."""
         if not self.exists(file):
@@ -181,17 +200,31 @@ class RunDirectory:
 
     def read_epochs(self) -> list[dict[str, Any]]:
         """The rows of ``epochs.parquet``; none where it does not exist yet."""
-        if not self.exists(EPOCHS):
-            return []
-        filesystem, path = self._resolve()
-        rows: list[dict[str, Any]] = pq.read_table(f"{path}/{EPOCHS}", filesystem=filesystem).to_pylist()
-        return rows
+        return self._read_rows(EPOCHS)
 
     def write_epochs(self, rows: list[dict[str, Any]]) -> None:
         """Replace ``epochs.parquet``."""
+        self._write_rows(EPOCHS, rows, EPOCH_SCHEMA)
+
+    def read_evaluations(self) -> list[dict[str, Any]]:
+        """The rows of ``evaluations.parquet``, those within epochs; none where it does not exist."""
+        return self._read_rows(EVALUATIONS)
+
+    def write_evaluations(self, rows: list[dict[str, Any]]) -> None:
+        """Replace ``evaluations.parquet``."""
+        self._write_rows(EVALUATIONS, rows, EVALUATION_SCHEMA)
+
+    def _read_rows(self, file: str) -> list[dict[str, Any]]:
+        if not self.exists(file):
+            return []
+        filesystem, path = self._resolve()
+        rows: list[dict[str, Any]] = pq.read_table(f"{path}/{file}", filesystem=filesystem).to_pylist()
+        return rows
+
+    def _write_rows(self, file: str, rows: list[dict[str, Any]], schema: pa.Schema) -> None:
         sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist(rows, schema=EPOCH_SCHEMA), sink)
-        self.write_bytes(EPOCHS, sink.getvalue().to_pybytes())
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink)
+        self.write_bytes(file, sink.getvalue().to_pybytes())
 
     def _resolve(self) -> tuple[pafs.FileSystem, str]:
         return _resolve(self.uri)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from ray_dynbs.config import Config
+from ray_dynbs.config.components import build_guards
+from ray_dynbs.config.fits import order_of_guards
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.core.lr import LR_RULES, ScheduleProgress
+from ray_dynbs.core.lr import LR_RULES
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.sources import NeedsClusterError, Source, count_rows, resolve_sources
 from ray_dynbs.tasks.trial import try_task
@@ -17,6 +19,8 @@ from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
 from ray_dynbs.training.step import refuse_collective_layers
 
 TRIED_STEPS = 5_000
+FAR = 5
+"""Multiple of its own median that a gradient norm hardly reaches."""
 
 
 @dataclass(frozen=True)
@@ -109,21 +113,22 @@ def _check_optimizer(config: Config, task: Any, rows: int | None) -> None:
     if hasattr(task, "build_optimizer"):
         return
     optimizer = build_optimizer(config.optimizer.name, [weight], config.optimizer.arguments)
+    config.check_optimizers([optimizer])
     if not hasattr(task, "build_scheduler"):
         section = config.scheduler
         per_epoch = 1
         if section.unit == "step" and rows is not None:
-            per_epoch = ScheduleProgress(rows, config.reference_batch_size).steps_per_epoch
+            per_epoch = config.schedule_progress(rows).steps_per_epoch
         planned = config.epochs * per_epoch
         scheduler = build_scheduler(section.name, optimizer, section.arguments, planned)
-        _try_out(section.name, optimizer, scheduler, planned)
+        _try_out(config, optimizer, scheduler, planned)
 
 
-def _try_out(name: str, optimizer: torch.optim.Optimizer, scheduler: Any, planned_steps: int) -> None:
+def _try_out(config: Config, optimizer: torch.optim.Optimizer, scheduler: Any, planned_steps: int) -> None:
     """Step a scheduler through the run, or its beginning: some refuse their arguments only then.
 
     Raises:
-        ConfigError: it raised; says what.
+        ConfigError: it raised, or moves betas to where the LR rule cannot follow; says what.
     """
     if scheduler is None or isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return
@@ -131,10 +136,13 @@ def _try_out(name: str, optimizer: torch.optim.Optimizer, scheduler: Any, planne
     try:
         for _ in range(min(planned_steps, TRIED_STEPS)):
             scheduler.step()
+            config.check_optimizers([optimizer])
+    except ConfigError as error:
+        raise ConfigError(f"scheduler ({config.scheduler.name}): {error}") from error
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
-            f"scheduler ({name}): fails within the run's {planned_steps} steps: {reason}"
+            f"scheduler ({config.scheduler.name}): fails within the run's {planned_steps} steps: {reason}"
         ) from error
 
 
@@ -143,6 +151,21 @@ def _warnings(config: Config, rows: dict[str, int | None]) -> list[str]:
     doubt = LR_RULES[config.lr.rule]().doubt(config.optimizer.name)
     if doubt:
         found.append(doubt)
+    order = order_of_guards(build_guards(config.guards))
+    if order:
+        found.append(order)
+    if config.lr.rule == "legw" and config.lr.warmup_epochs == 0:
+        found.append("lr.rule legw grows the warm-up with the batch; with lr.warmup_epochs 0 it is sqrt")
+    low, high = (config.policy.get(f"grad_norm_{end}") for end in ("low", "high"))
+    if config.policy.get("relative") and ((high or 2) > FAR or (low or 0.5) < 1 / FAR):
+        found.append(
+            f"policy.relative is true: its limits {low or 0.5:g} and {high or 2:g} are multiples of a median"
+        )
+    if config.lr.progress == "gain" and "auto" in config.scheduler.arguments.values():
+        found.append(
+            "lr.progress is gain: the scheduler's auto is its number of steps at the reference batch, which "
+            "larger batches do not reach within as many epochs"
+        )
     train = rows.get("train")
     if train is not None and config.batch.initial > train:
         found.append(

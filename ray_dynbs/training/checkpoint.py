@@ -74,7 +74,9 @@ class TrainState:
             self.precision.scaler.load_state_dict(state["scaler"])
         progress: dict[str, Any] = state["progress"]
         place = progress["progress"]
-        self.schedule.load_state_dict(state["schedule"], place["epoch"], place["rows_in_epoch"])
+        self.schedule.load_state_dict(
+            state["schedule"], place["epoch"], place["rows_in_epoch"], place["gain"]
+        )
         return progress
 
 

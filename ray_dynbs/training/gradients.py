@@ -40,6 +40,7 @@ class FlatGradients:
         self, parameters: Iterable[torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
         self._all, self._optimizers = list(parameters), optimizers
+        self._weights: torch.Tensor | None = None
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -52,11 +53,13 @@ class FlatGradients:
         self._buffer = torch.zeros(num_params + TAIL, dtype=first.dtype, device=first.device)
         self.flat = self._buffer[:num_params]
         self._tail = self._buffer[num_params:]
-        self._views = []
-        offset = 0
-        for p in self.parameters:
-            self._views.append(self.flat[offset : offset + p.numel()].view_as(p))
-            offset += p.numel()
+        self._views = self._per_parameter(self.flat)
+        self._weights = None
+
+    def _per_parameter(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views into a buffer laid out like the gradients."""
+        pieces = flat.split([p.numel() for p in self.parameters])
+        return [piece.view_as(p) for piece, p in zip(pieces, self.parameters, strict=True)]
 
     def _check_kinds(self) -> torch.nn.Parameter:
         """See that one buffer can hold them all; returns one of them.
@@ -95,9 +98,19 @@ class FlatGradients:
         self._tail[0] += loss_sum.detach()
         self._tail[1] += weight
 
+    def weigh(self, weights: torch.Tensor) -> None:
+        """Take squared norms of pieces in another metric from now on: every gradient times its weight."""
+        self._weights = weights
+
+    def sq_norm(self, gradients: torch.Tensor | None = None) -> torch.Tensor:
+        """Squared norm in that metric of what is accumulated, or of gradients laid out like it; scalar."""
+        flat = self.flat if gradients is None else gradients
+        weighed = flat if self._weights is None else flat * self._weights
+        return torch.dot(weighed, weighed)
+
     def add_rank_piece(self) -> None:
         """Count what this rank has accumulated as one piece; before :meth:`reduce`."""
-        self._add_piece(torch.dot(self.flat, self.flat), self._tail[1])
+        self._add_piece(self.sq_norm(), self._tail[1])
 
     @contextlib.contextmanager
     def micro_piece(self) -> Iterator[Callable[[torch.Tensor | float], None]]:
@@ -108,10 +121,19 @@ class FlatGradients:
         """
         square = torch.zeros((), dtype=self.flat.dtype, device=self.flat.device)
 
-        def add(gradient: torch.Tensor) -> None:
-            square.add_(torch.linalg.vector_norm(gradient.detach()) ** 2)
+        def adding(weights: torch.Tensor | None) -> Callable[[torch.Tensor], None]:
+            def add(gradient: torch.Tensor) -> None:
+                gradient = gradient.detach()
+                if gradient.is_sparse:  # rows that came up twice are summed up first
+                    gradient = gradient.coalesce().values() if weights is None else gradient.to_dense()
+                weighed = gradient if weights is None else gradient * weights
+                square.add_(torch.linalg.vector_norm(weighed) ** 2)
 
-        hooks = [p.register_hook(add) for p in self.parameters]
+            return add
+
+        no_weights: list[torch.Tensor | None] = [None] * len(self.parameters)
+        weights = no_weights if self._weights is None else self._per_parameter(self._weights)
+        hooks = [p.register_hook(adding(each)) for p, each in zip(self.parameters, weights, strict=True)]
         try:
             yield lambda weight: self._add_piece(square, torch.as_tensor(weight, device=square.device))
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -15,8 +16,9 @@ from ray_dynbs.core.lr import Adjustment, Scaling, ramped_scale
 from ray_dynbs.training.checkpoint import seed_everything
 from ray_dynbs.training.feed import IndexedFeed, StepBatch
 from ray_dynbs.training.lr import Schedule, base_lr
-from ray_dynbs.training.measuring import Every, Measuring
+from ray_dynbs.training.measuring import Every, Lone, Measuring
 from ray_dynbs.training.memory import memory_fraction
+from ray_dynbs.training.noise import Measure
 from ray_dynbs.training.reports import EpochReport, Interval, Progress
 from ray_dynbs.training.stats import NOTHING, StepStats, Totals
 from ray_dynbs.training.step import LossFn, OptimizerStep, StepResult
@@ -43,8 +45,9 @@ class TrainingLoop:
         scaling: How the LR follows the batch.
         cadence: When a decision is due within a pass.
         measure_every: Steps from one measurement of gradient noise to the next; ``auto``; ``None``: never.
-        split_to_measure: On one rank, cut a lone micro-batch in two on measured steps: the sum is the same
-            but for rounding.
+        lone: What to do on one rank where a step is a lone micro-batch: cut it in two on measured steps (the
+            sum is the same but for rounding), compare it with the step before, or do not measure. Where it
+            is to be measured, steps of a single row are compared with the step before on any world.
         progress: Where to go on.
     """
 
@@ -60,7 +63,7 @@ class TrainingLoop:
         scaling: Scaling | None = None,
         cadence: Cadence | None = None,
         measure_every: Every = None,
-        split_to_measure: bool = False,
+        lone: Lone = "none",
         progress: Progress | None = None,
     ) -> None:
         self._model, self._step, self._schedules = model, step, tuple(schedules)
@@ -70,7 +73,7 @@ class TrainingLoop:
         self._stats, self._decided_upon = StepStats(world.device), NOTHING
         self._interval_s = 0.0
         self._measuring = Measuring(measure_every, world)
-        self._split = split_to_measure and world.size == 1
+        self._lone = lone
         self._lr_scale, self._plan_version = 1.0, 0
         self._last_lr, self._last_scale = base_lr(step.optimizers[0]), 1.0
         self._current: StepBatch | None = None
@@ -107,6 +110,7 @@ class TrainingLoop:
         """Derive the random numbers from here on from the place in the data."""
         progress = self.progress
         seed_everything(self._seed, progress.epoch, self._world.rank, progress.steps_in_epoch)
+        self._step.noise.forget()
 
     def train_epoch(self, loss_fn: LossFn, after_step: Callable[[], None] | None = None) -> EpochReport:
         """Train one pass, all rows once, or what is left of it.
@@ -176,10 +180,12 @@ class TrainingLoop:
         progress.rows_in_epoch += batch.rows
         self._stats.add(progress.step, result.grad_norm, result.loss_sum, result.weight)
         if result.pieces is not None:
-            pieces = result.pieces
-            self._stats.add_pieces(result.grad_norm, pieces.sq_norm, pieces.number, batch.rows)
+            self._stats.add_pieces(result.pieces)
+        progress.gain += self._scaling.rule.gain(self._lr_scale) if result.applied else 0.0
         for schedule in self._schedules:
-            schedule.after_step(progress.epoch, progress.rows_in_epoch, applied=result.applied)
+            schedule.after_step(
+                progress.epoch, progress.rows_in_epoch, applied=result.applied, gain=progress.gain
+            )
         self._look_for_spoilt_weights()
         return result
 
@@ -190,16 +196,44 @@ class TrainingLoop:
 
     def _run(self, batch: StepBatch, loss_fn: LossFn, adjustment: Adjustment) -> StepResult:
         measuring = self._measuring
-        has_pieces = self._world.size > 1 or self._split or batch.num_micro_batches > 1
-        due = has_pieces and measuring.due(self.progress.step)
-        with (measuring.measured_steps if due else measuring.plain_steps).timing():
+        measure = self._to_measure(batch)
+        with (measuring.measured_steps if measure == "pieces" else measuring.plain_steps).timing():
             return self._step.run(
-                batch.micro_batches(split=due and self._split),
+                batch.micro_batches(split=self._splits(measure)),
                 loss_fn,
                 rows=batch.rows,
                 adjustment=adjustment,
-                measuring=measuring.own if due else None,
+                measure=measure,
+                stopwatch=measuring.own,
             )
+
+    def _splits(self, measure: Measure | None) -> bool:
+        return measure == "pieces" and self._lone == "split" and self._world.size == 1
+
+    def _to_measure(self, batch: StepBatch) -> Measure | None:
+        step, due = self.progress.step, self._measuring.due
+        pieces = self._world.size > 1 or batch.num_micro_batches > 1 or self._lone == "split"
+        if pieces and batch.rows > 1:
+            return "pieces" if due(step) else None
+        if self._lone == "none":
+            return None
+        return "successive" if due(step) else "keep" if due(step + 1) else None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Something between two steps that is not training, whose time does not count as such.
+
+        Every rank's buffers are rank 0's in it, and from then on.
+        """
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)  # what is under way is training still
+        started = time.perf_counter()
+        self._synchronise_buffers()
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - started
+            self._started, self._interval_started = self._started + took, self._interval_started + took
 
     @property
     def decision_due(self) -> bool:
@@ -210,11 +244,11 @@ class TrainingLoop:
 
     def report_interval(self) -> Interval:
         """What was measured since the last decision; on every rank at the same step."""
-        interval, totals = self._interval(time.perf_counter())
+        interval, totals = self._interval(time.perf_counter(), ends_pass=False)
         self._decided_upon += totals
         return interval
 
-    def _interval(self, now: float) -> tuple[Interval, Totals]:
+    def _interval(self, now: float, *, ends_pass: bool) -> tuple[Interval, Totals]:
         totals = self._stats.take()  # waits for the device, so the time is the real one
         self._refuse_spoilt_weights(totals)
         progress = self.progress
@@ -230,6 +264,7 @@ class TrainingLoop:
             totals=totals,
             memory_fraction=fullest,
             step_time_s=slowest / max(steps, 1),
+            ends_pass=ends_pass,
         )
         progress.decided_step, progress.decided_samples = progress.step, progress.samples_seen
         self._interval_started, self._interval_s = time.perf_counter(), 0.0
@@ -250,9 +285,9 @@ class TrainingLoop:
         progress, self._current = self.progress, None
         if not self.is_complete:
             for schedule in self._schedules:
-                schedule.leave(progress.epoch, progress.rows_in_epoch)
+                schedule.leave(progress.epoch, progress.rows_in_epoch, progress.gain)
         left_at = None if self.is_complete else self._ended
-        interval, totals = self._interval(left_at or time.perf_counter())
+        interval, totals = self._interval(left_at or time.perf_counter(), ends_pass=True)
         seconds = (left_at or time.perf_counter()) - self._started + progress.time_in_epoch_s
         rows, slowest, fullest = self._reduce(self._drawn, seconds)
         self._synchronise_buffers()

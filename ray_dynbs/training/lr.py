@@ -19,7 +19,7 @@ from ray_dynbs.core.lr import Adjustment, ScheduleProgress
 
 @contextlib.contextmanager
 def adjusted(optimizer: torch.optim.Optimizer, adjustment: Adjustment) -> Iterator[None]:
-    """Change every group's LR, betas, eps and weight decay inside the block; the exact old values return.
+    """Change every group's LR, betas, eps and weight decay inside the block; the old values return exactly.
 
     What is held in a tensor is changed in place, so that captured or compiled optimizers see it. Groups keep
     the proportions of their LRs.
@@ -28,10 +28,11 @@ def adjusted(optimizer: torch.optim.Optimizer, adjustment: Adjustment) -> Iterat
         yield
         return
     saved = [{key: _copy(group[key]) for key in _KEYS if key in group} for group in optimizer.param_groups]
-    for group, base in zip(optimizer.param_groups, saved, strict=True):
-        for key, value in _changed(base, adjustment).items():
-            _set(group, key, value)
+    changed = [_changed(base, adjustment) for base in saved]
     try:
+        for group, values in zip(optimizer.param_groups, changed, strict=True):
+            for key, value in values.items():
+                _set(group, key, value)
         yield
     finally:
         for group, base in zip(optimizer.param_groups, saved, strict=True):
@@ -46,11 +47,27 @@ def _changed(base: Mapping[str, Any], adjustment: Adjustment) -> dict[str, Any]:
     rule, ratio = adjustment.rule, adjustment.ratio
     changed = {"lr": base["lr"] * adjustment.lr}
     if "betas" in base:
-        changed["betas"] = rule.betas(ratio, base["betas"])
-        changed["eps"] = rule.eps(ratio, base["eps"])
+        changed["betas"] = _sound_betas(rule.betas(ratio, base["betas"]), base["betas"], ratio)
+        if "eps" in base:
+            changed["eps"] = rule.eps(ratio, base["eps"])
     if "weight_decay" in base:
         changed["weight_decay"] = base["weight_decay"] * adjustment.weight_decay
     return changed
+
+
+def _sound_betas(betas: Any, base: Any, ratio: float) -> Any:
+    """Betas as they come out of a rule, unless a scheduler has moved their base out of its range.
+
+    Raises:
+        ConfigError: one is not in [0, 1).
+    """
+    if betas is not base and not all(0 <= float(beta) < 1 for beta in betas):
+        shown, was = ([round(float(beta), 6) for beta in each] for each in (betas, base))
+        raise ConfigError(
+            f"at {ratio:g} times the reference batch the LR rule makes betas {shown} of {was}; allowed: at "
+            "least 0 and below 1: a smaller batch.max, another lr.rule, a scheduler that leaves betas alone"
+        )
+    return betas
 
 
 def _copy(value: Any) -> Any:
@@ -125,27 +142,29 @@ class Schedule:
         self._count = self._skipped = self._offset = 0
         self._last_seen: int | None = None
 
-    def after_step(self, epoch: int, rows_in_epoch: int, *, applied: bool) -> None:
+    def after_step(self, epoch: int, rows_in_epoch: int, *, applied: bool, gain: float = 0.0) -> None:
         """Catch up with the rows used so far; steps of any size advance it to the same place.
 
         Args:
             epoch: Pass being trained, from 0.
             rows_in_epoch: Rows of it used so far.
             applied: Whether the optimizer stepped. What a skipped step was due is not made up for.
+            gain: AdaScale's gains of all steps so far, summed up.
         """
         if self.scheduler is None or self._per_epoch:
             return
-        due = self._progress.count(epoch, rows_in_epoch) + self._offset - self._skipped
+        due = self._progress.count(epoch, rows_in_epoch, gain) + self._offset - self._skipped
         if not applied:
             self._skipped += due - self._count
             return
         while self._count < due:
             self._step()
 
-    def leave(self, epoch: int, rows_in_epoch: int) -> None:
+    def leave(self, epoch: int, rows_in_epoch: int, gain: float = 0.0) -> None:
         """A pass was left early: the next one goes on from the count reached."""
         if not self._per_epoch:
-            self._offset -= self._progress.count(epoch + 1, 0) - self._progress.count(epoch, rows_in_epoch)
+            count = self._progress.count
+            self._offset -= count(epoch + 1, 0, gain) - count(epoch, rows_in_epoch, gain)
 
     def plan_by(self, progress: ScheduleProgress) -> None:
         """Count by other rows or another reference batch from now on; before :meth:`load_state_dict`."""
@@ -189,7 +208,9 @@ class Schedule:
             "scheduler": inner,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], epoch: int, rows_in_epoch: int = 0) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], epoch: int, rows_in_epoch: int = 0, gain: float = 0.0
+    ) -> None:
         """Go on at a place of a pass, from the count reached and towards the end planned then.
 
         Where rows or reference batch have changed since, the count goes on from where it was.
@@ -197,7 +218,7 @@ class Schedule:
         self._count, self._skipped = state["count"], state["skipped"]
         self.planned_steps = state["planned_steps"]
         if not self._per_epoch:
-            due = self._progress.count(epoch, rows_in_epoch)
+            due = self._progress.count(epoch, rows_in_epoch, gain)
             self._offset = self._count + self._skipped - due
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])

@@ -16,6 +16,8 @@ BUDGET = 0.02
 """Share of step time that measuring may cost, amortised."""
 FIRST_SPLIT_EVERY, MOST_EVERY, MOST_EVENTS = 10, 1_000, 50
 Every = int | Literal["auto"] | None
+Lone = Literal["split", "successive", "none"]
+"""What to do with the lone micro-batch of a single rank."""
 
 
 class Stopwatch:
@@ -31,15 +33,19 @@ class Stopwatch:
         self._total_s, self._uses = 0.0, 0
 
     @contextmanager
-    def timing(self) -> Iterator[None]:
-        """Time one use; on a GPU by events, only the first ones, which are read when the device is done."""
-        if not self._on_device:
+    def timing(self, *, only: bool = True) -> Iterator[None]:
+        """Time one use; on a GPU by events, only the first ones, which are read when the device is done.
+
+        Args:
+            only: Time it only where this holds.
+        """
+        if only and not self._on_device:
             started = time.perf_counter()
             yield
             self._total_s += time.perf_counter() - started
             self._uses += 1
             return
-        if len(self._events) >= MOST_EVENTS:
+        if not only or len(self._events) >= MOST_EVENTS:
             yield
             return
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -22,6 +22,9 @@ class Progress:
         time_in_epoch_s: Time spent on the pass so far.
         decided_step: Steps so far when the last decision was made.
         decided_samples: Rows so far when it was.
+        evaluated_step: Steps so far when it was last evaluated.
+        evaluated_samples: Rows so far when it was.
+        gain: AdaScale's gains of all steps that were applied, summed up.
         ramp_from: The LR multiplier in force when it last changed.
         ramp_step: Steps so far when it did.
     """
@@ -35,6 +38,9 @@ class Progress:
     time_in_epoch_s: float = 0.0
     decided_step: int = 0
     decided_samples: int = 0
+    evaluated_step: int = 0
+    evaluated_samples: int = 0
+    gain: float = 0.0
     ramp_from: float = 1.0
     ramp_step: int = 0
 
@@ -56,6 +62,7 @@ class Interval:
         totals: Loss, weight, gradient norm and noise sums.
         memory_fraction: Worst rank's, at its end.
         step_time_s: Slowest rank's mean time of a step.
+        ends_pass: Whether the pass ends with it.
     """
 
     epoch: int
@@ -66,6 +73,7 @@ class Interval:
     totals: Totals
     memory_fraction: float
     step_time_s: float
+    ends_pass: bool = True
 
 
 @dataclass(frozen=True)

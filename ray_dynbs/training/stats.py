@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ray_dynbs.core.estimators import PieceSums
+from ray_dynbs.training.noise import Pieces
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Totals:
 
     Attributes:
         num_steps: Steps added.
-        num_finite_steps: Those with a finite gradient norm and loss.
+        num_finite_steps: Those with a finite gradient norm and loss, and some weight.
         norm_sum: Sum of gradient norms over the finite steps.
         loss_sum: Sum of losses over the finite steps.
         weight_sum: Sum of weights (rows or tokens) over the finite steps.
@@ -84,9 +85,10 @@ class StepStats:
         self._pieces = torch.zeros(6, dtype=torch.float64, device=device)
         self._first_bad = torch.full((), torch.inf, dtype=torch.float64, device=device)
         self._num_steps = 0
+        self._kind, self._measured = (False, False), False
 
     def add(self, step: int, norm: torch.Tensor, loss_sum: torch.Tensor, weight: torch.Tensor) -> None:
-        """Add one step; a step that is not finite only counts as such.
+        """Add one step; one that is not finite only counts as such, one without any weight not at all.
 
         Args:
             step: Run-wide number of the step, from 1.
@@ -96,24 +98,25 @@ class StepStats:
         """
         numbers = torch.stack([torch.ones_like(norm), norm, loss_sum, weight]).double()
         finite = torch.isfinite(numbers).all()
-        self._sums += torch.where(finite, numbers, 0.0)
+        self._sums += torch.where(finite & (weight != 0), numbers, 0.0)
         bad_step = torch.where(finite, torch.inf, float(step))
         self._first_bad = torch.minimum(self._first_bad, bad_step.double())
         self._num_steps += 1
 
-    def add_pieces(self, norm: torch.Tensor, sq_norm: torch.Tensor, number: torch.Tensor, rows: int) -> None:
+    def add_pieces(self, pieces: Pieces) -> None:
         """Add what one step's pieces say of the gradient's noise; nothing unless there are two, and finite.
 
-        Unbiased as :func:`~ray_dynbs.core.estimators.from_pieces` has it, without leaving the device.
-
-        Args:
-            norm: L2 norm of the step's mean gradient, scalar.
-            sq_norm: ``Q``, weighted mean of the pieces' squared norms, scalar.
-            number: ``J``, pieces, scalar.
-            rows: ``B``, rows of the step.
+        Unbiased as :func:`~ray_dynbs.core.estimators.from_pieces` has it, without leaving the device. Of
+        real pieces and successive steps only the former count.
         """
-        n, q, others = norm.double() ** 2, sq_norm.double(), number.double() - 1
-        grad_sq, variance = ((others + 1) * n - q) / others, rows * (q - n) / others
+        kind = pieces.biased, pieces.preconditioned
+        if kind != self._kind:
+            if pieces.biased and self._measured:
+                return
+            self._pieces.zero_()
+        self._kind, self._measured = kind, True
+        n, q, others = pieces.mean_sq_norm.double(), pieces.sq_norm.double(), pieces.number.double() - 1
+        grad_sq, variance = ((others + 1) * n - q) / others, pieces.rows * (q - n) / others
         one = torch.ones_like(n)
         moments = [one, grad_sq, variance, grad_sq**2, variance**2, grad_sq * variance]
         numbers = torch.stack(moments)
@@ -125,6 +128,7 @@ class StepStats:
         return {
             "sums": self._sums.tolist(),
             "pieces": self._pieces.tolist(),
+            "kind": [*self._kind, self._measured],
             "first_bad_step": self.first_bad_step(),
             "num_steps": self._num_steps,
         }
@@ -133,6 +137,8 @@ class StepStats:
         """Go on with the sums of :meth:`state_dict`."""
         self._sums.copy_(torch.tensor(state["sums"], dtype=torch.float64))
         self._pieces.copy_(torch.tensor(state["pieces"], dtype=torch.float64))
+        biased, preconditioned, self._measured = state["kind"]
+        self._kind = biased, preconditioned
         bad = state["first_bad_step"]
         self._first_bad.fill_(torch.inf if bad is None else bad)
         self._num_steps = state["num_steps"]
@@ -154,10 +160,26 @@ class StepStats:
             loss_sum=loss_sum,
             weight_sum=weight_sum,
             first_bad_step=None if bad == float("inf") else int(bad),
-            pieces=PieceSums(int(measured), *moments) if measured else None,
+            pieces=self._sums_of_pieces(int(measured), moments),
         )
         self._sums.zero_()
         self._pieces.zero_()
         self._first_bad.fill_(torch.inf)
-        self._num_steps = 0
+        self._num_steps, self._measured = 0, False
         return totals
+
+    def _sums_of_pieces(self, steps: int, moments: list[float]) -> PieceSums | None:
+        grad_sq, variance, grad_sq_2, variance_2, cross = moments
+        biased, preconditioned = self._kind
+        if not steps:
+            return None
+        return PieceSums(
+            steps,
+            grad_sq,
+            variance,
+            grad_sq_2,
+            variance_2,
+            cross,
+            biased=biased,
+            preconditioned=preconditioned,
+        )

@@ -21,6 +21,7 @@ from ray_dynbs.core.lr import Adjustment
 from ray_dynbs.training.gradients import FlatGradients
 from ray_dynbs.training.lr import adjusted
 from ray_dynbs.training.measuring import Stopwatch
+from ray_dynbs.training.noise import Measure, NoiseMeter, Pieces
 from ray_dynbs.training.precision import MixedPrecision
 from ray_dynbs.training.world import World
 
@@ -31,19 +32,6 @@ LossFn = Callable[[Batch], tuple[Any, ...]]
 A third value, where there is one, is handed back in the step's result (scores for a running metric, say).
 """
 OnNonfinite = Literal["stop", "skip"]
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """The pieces of a step: ranks, or the micro-batches of a single rank. Tensors stay on the device.
-
-    Attributes:
-        sq_norm: ``Q``, weighted mean of the pieces' squared norms of their mean gradients, scalar.
-        number: ``J``, pieces with weight, scalar.
-    """
-
-    sq_norm: torch.Tensor
-    number: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -82,6 +70,7 @@ class OptimizerStep:
         world: The ranks taking part.
         precision: Autocast and loss scaling.
         clip_grad_norm: Largest gradient norm given to the optimizer, or ``None``.
+        preconditioned: Measure gradient noise in Adam's metric.
         on_nonfinite: ``skip`` leaves out a step whose loss or gradient is not finite, for which every step
             waits for the device; ``stop`` takes it, and leaves it to the caller to notice.
 
@@ -99,6 +88,7 @@ class OptimizerStep:
         *,
         clip_grad_norm: float | None = None,
         on_nonfinite: OnNonfinite = "stop",
+        preconditioned: bool = False,
     ) -> None:
         refuse_collective_layers(model)
         one = isinstance(optimizers, torch.optim.Optimizer)
@@ -108,6 +98,7 @@ class OptimizerStep:
         self._precision = precision
         self._clip_grad_norm = clip_grad_norm
         self.gradients = FlatGradients(model.parameters(), self.optimizers)
+        self.noise = NoiseMeter(self.gradients, self.optimizers, world, preconditioned=preconditioned)
         known = {id(p) for p in model.parameters()}
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         if any(id(p) not in known for group in groups for p in group["params"]):
@@ -131,7 +122,8 @@ class OptimizerStep:
         *,
         rows: int,
         adjustment: Adjustment,
-        measuring: Stopwatch | None = None,
+        measure: Measure | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> StepResult:
         """Take one optimizer step.
 
@@ -140,11 +132,12 @@ class OptimizerStep:
             loss_fn: Loss sum and weight of a micro-batch.
             rows: Rows of the whole step over all ranks, at least 1.
             adjustment: Of the optimizers' settings, for this step only.
-            measuring: Measure the pieces' gradients, and time that with this.
+            measure: What to measure of the gradient's noise.
+            stopwatch: Times that.
         """
         self.gradients.zero()
+        noise = self.noise.of_step(measure, stopwatch)
         outputs: list[Any] = []
-        by_micro_batch = measuring is not None and self._world.size == 1
         for micro_batch in micro_batches:
             with self._precision.autocast():
                 result = loss_fn(micro_batch)
@@ -153,26 +146,20 @@ class OptimizerStep:
             if _is_known_zero(weight):
                 continue  # nothing to learn from, and a mean over nothing is NaN
             loss = self._precision.scaler.scale(loss_sum / rows)
-            with self.gradients.micro_piece() if by_micro_batch else contextlib.nullcontext() as add_piece:
+            with noise.around_backward() as add_piece:
                 loss.backward()
-                if add_piece is not None:
-                    add_piece(weight)
+                add_piece(weight)
             self.gradients.add_loss(loss_sum, weight)
-        if measuring is not None and not by_micro_batch:
-            with measuring.timing():
-                self.gradients.add_rank_piece()
+        noise.before_reduction()
         loss_sum, weight = self.gradients.reduce(self._world)
-        pieces = self._pieces(rows, weight) if measuring is not None else None
+        scaler = self._precision.scaler
+        noise.after_reduction(rows, weight, scaler.get_scale() if scaler.is_enabled() else 1.0)
         norm = self._finish_gradients(rows, weight)
+        pieces = noise.of_mean(norm)
+        if self._clip_grad_norm is not None:
+            self.gradients.clip(norm, self._clip_grad_norm)
         applied = self._apply(adjustment, norm + loss_sum)
         return StepResult(loss_sum, weight, norm, applied, pieces, tuple(outputs))
-
-    def _pieces(self, rows: int, weight: torch.Tensor) -> Pieces:
-        """From sums of losses over ``rows``, scaled for fp16, to means over each piece's weight."""
-        scaler = self._precision.scaler
-        scale = scaler.get_scale() if scaler.is_enabled() else 1.0
-        squares, number = self.gradients.piece_sums()
-        return Pieces(squares * (rows / scale) ** 2 / weight, number)
 
     def _finish_gradients(self, rows: int, weight: torch.Tensor) -> torch.Tensor:
         """From sums over ``rows`` to the mean over the weight, unscaled; returns its norm."""
@@ -181,10 +168,7 @@ class OptimizerStep:
         # No weight, no gradient; a negative one is nonsense and shows as NaN instead of training on.
         factor = torch.where(weight == 0, 0.0, rows / weight)
         self.gradients.scale(torch.where(weight < 0, torch.nan, factor))
-        norm = self.gradients.norm()
-        if self._clip_grad_norm is not None:
-            self.gradients.clip(norm, self._clip_grad_norm)
-        return norm
+        return self.gradients.norm()
 
     def _apply(self, adjustment: Adjustment, finite_if_sound: torch.Tensor) -> bool:
         """Step the optimizers, unless the step is left out; all ranks hold the same numbers and agree."""

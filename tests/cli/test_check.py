@@ -63,7 +63,10 @@ WRONG = {
     "not finite": ("optimizer.lr=.nan", "optimizer.lr is nan; allowed: a finite number"),
     "min above max": ("batch.min=600", "batch: min is 600 and max is 512; allowed: min at most max"),
     "initial outside": ("batch.initial=600", "batch: initial is 600; allowed: 8 to 512"),
-    "unknown choice": ("lr.rule=linera", "lr.rule is 'linera'; allowed: 'none', 'linear', 'sqrt', "),
+    "unknown choice": (
+        "lr.rule=linera",
+        "lr.rule is 'linera' (did you mean 'linear'?); allowed: 'none', 'linear', ",
+    ),
     "union": ("cluster.use_gpu=maybe", "cluster.use_gpu is 'maybe'; allowed: 'auto' or true or false"),
     "unknown policy": ("policy.name=treshold", "policy.name is 'treshold' (did you mean 'threshold'?)"),
     "policy import": ("policy.name=nope.policy", "policy.name is 'nope.policy', which does not import"),
@@ -73,16 +76,22 @@ WRONG = {
         "policy.grad_norm_hi: unknown key (did you mean 'grad_norm_high'?)",
     ),
     "policy type": ("policy.grad_norm_high=x", "policy.grad_norm_high is 'x'; allowed: a number"),
-    "policy range": ("policy.grad_norm_high=-1", "Threshold.grad_norm_high is -1.0; allowed: > 0"),
+    "policy range": ("policy.grad_norm_high=-1", "policy.grad_norm_high is -1.0; allowed: > 0"),
     "policy order": ("policy.grad_norm_low=20", "grad_norm_low is 20.0 and grad_norm_high is 10.0"),
     "guard": ("guards.0.name=warmup", "guards.0.name is 'warmup' (did you mean 'warmup_hold'?)"),
     "guard key": ("guards.1.decision=1", "guards.1.decision: unknown key (did you mean 'decisions'?)"),
     "guard index": ("guards.7.epochs=1", "'7' is no item of a list of 2"),
-    "optimizer": ("optimizer.name=sdg", "optimizer.name is 'sdg'; allowed: 'sgd', 'adam' or 'adamw'"),
+    "optimizer": (
+        "optimizer.name=sdg",
+        "optimizer.name is 'sdg' (did you mean 'sgd'?); allowed: 'sgd', 'adam' or 'adamw'",
+    ),
     "optimizer key": ("optimizer.momentun=0.9", "optimizer (sgd): unknown argument 'momentun'"),
     "scheduler": ("scheduler.name=Cosine", "scheduler.name is 'Cosine'; allowed: none, "),
     "scheduler key": ("scheduler.name=CosineAnnealingLR", "missing 1 required positional argument: 'T_max'"),
-    "precision": ("precision=fp8", "precision is 'fp8'; allowed: 'auto', 'fp32', 'bf16', 'fp16' or 'fp64'"),
+    "precision": (
+        "precision=fp8",
+        "precision is 'fp8' (did you mean 'fp64'?); allowed: 'auto', 'fp32', 'bf16', 'fp16' or 'fp64'",
+    ),
     "task": ("task=nope.task", "task 'nope.task' does not import: ModuleNotFoundError"),
     "task misspelt": (
         "task=my_tsk",
@@ -118,7 +127,10 @@ WRONG = {
     "policy is a module": ("policy.name=os.path", "a module; allowed: a function or class"),
     "policy raises": ("policy.name=tests.problem_task.explode", "explode failed: ZeroDivisionError"),
     "scheme": ("data.train=nope://x/y", "nope://x/y"),
-    "cadence": ("batch.decide_every=3", "batch.decide_every is 3; allowed: 'epoch' or a mapping"),
+    "cadence": (
+        "batch.decide_every=3",
+        "batch.decide_every is 3; allowed: epoch, {steps: N} or {samples: N}",
+    ),
     "cadence's key": (
         "batch.decide_every={stpes: 3}",
         "decide_every is {'stpes': 3}; allowed: epoch, {steps: N}",
@@ -126,6 +138,47 @@ WRONG = {
     "checkpoint's cadence": (
         "checkpoint.every={steps: 0}",
         "checkpoint: every is {'steps': 0}; allowed: epoch, ",
+    ),
+    "null beta": (
+        "optimizer={name: adam, lr: 0.1, betas: [null, 0.99]}",
+        "optimizer (adam): ",
+    ),
+    "text beta": ("optimizer={name: adam, lr: 0.1, betas: ['a', 0.99]}", "optimizer (adam): "),
+    "list beta": ("optimizer={name: adam, lr: 0.1, betas: [[0.9], 0.99]}", "optimizer (adam): "),
+    "impossible date": ("epochs=2020-13-45", "--set epochs=2020-13-45: not YAML: month must be in 1..12"),
+    "digits": (f"epochs={'9' * 5000}", "not YAML: Exceeds the limit"),
+    "huge": (f"seed={10**30}", "seed is 10000000000000000000...; allowed: at most 9223372036854775807"),
+    "huge rows": (f"lr.reference_batch_size={10**17}", "lr.reference_batch_size is 1"),
+    "policy's text": (
+        "policy=noise_scale",
+        "allowed: a mapping such as {name: noise_scale} (as --set: policy.name=",
+    ),
+    "guard's text": (
+        "guards=[cooldown]",
+        "guards.0 is 'cooldown'; allowed: a mapping such as {name",
+    ),
+    "number of steps": (
+        "checkpoint.every=50",
+        "checkpoint.every is 50; allowed: epoch, {steps: N} or {samples: N}",
+    ),
+    "key's place": ("policy={name: norm_test, eta: 2.0}", "policy.eta is 2.0; allowed: > 0 and < 1"),
+    "misspelt rule": ("lr.rule=linera", "lr.rule is 'linera' (did you mean 'linear'?); allowed: "),
+    "state of no kind": (
+        "policy={name: tests.problem_task.forgetful}",
+        "a first decision failed: TypeError: Object of type set",
+    ),
+    "evaluation's cadence": (
+        "evaluate.every={samples: 0}",
+        "evaluate: every is {'samples': 0}; allowed: epoch, ",
+    ),
+    "gain of nothing": (
+        "lr.progress=gain",
+        "lr: progress is 'gain' and rule is 'none', which has none; allowed with adascale and adascale_sqrt",
+    ),
+    "betas of nothing": ("lr.rule=half_life", "changes betas, and SGD has none in its parameter groups"),
+    "metric of nothing": (
+        "noise.preconditioned=true",
+        "noise.preconditioned is true, and SGD keeps no second moments; allowed: adam or adamw",
     ),
     "cadence of nothing": (
         "batch.decide_every={steps: 0}",
@@ -156,6 +209,47 @@ TOGETHER = {
     "noise off": (
         ["policy.name=noise_scale", "noise.measure_every=null"],
         "is 'noise_scale', which needs gradient noise, and noise.measure_every is null; allowed: auto",
+    ),
+    "noise off, a rule": (
+        ["lr.rule=adascale", "noise.measure_every=null"],
+        "lr.rule is 'adascale', which needs gradient noise, and noise.measure_every is null; allowed: auto",
+    ),
+    "nothing to compare": (
+        ["policy.name=norm_test", "noise.lone=none"],
+        "policy.name is 'norm_test', which needs gradient noise, and one worker with one micro-batch",
+    ),
+    "captured betas": (
+        ["optimizer={name: adam, lr: 0.1, capturable: true}", "lr.rule=half_life"],
+        "Adam is capturable with betas (0.9, 0.999), which a captured graph keeps; allowed: tensors",
+    ),
+    "clamp elsewhere": (
+        ["guards=[{name: clamp, min: 1000, max: 2000}]"],
+        "guards.0: clamp allows 1000 to 2000, batch.min is 8 and batch.max is ",
+    ),
+    "quantise elsewhere": (
+        ["guards=[{name: quantise, multiple_of: 100000}]"],
+        "guards.0: quantise allows no size in between, batch.min is 8 and batch.max is ",
+    ),
+    "floor above the first size": (
+        ["guards=[{name: class_coverage, class_counts: [9.0, 1.0], quantile: 0.99}]", "batch.initial=16"],
+        "guards.0: class_coverage needs 44 rows, batch.initial is 16; allowed: a larger batch.initial",
+    ),
+    "list of words": (
+        ["guards=[cooldown]", "guards.0.name=clamp"],
+        "--set guards.0.name=clamp: 0 is 'cooldown', which has no keys",
+    ),
+    "a word's key": (
+        ["data.features=[a]", "data.features.0.x=1"],
+        "--set data.features.0.x=1: 0 is 'a', which has no keys",
+    ),
+    "cycled betas": (
+        [
+            "optimizer={name: adam, lr: 0.001}",
+            "lr.rule=adam_sde",
+            "batch.max=256",
+            "scheduler={name: OneCycleLR, max_lr: 0.001, total_steps: auto}",
+        ],
+        "scheduler (OneCycleLR): lr.rule adam_sde holds below ",
     ),
     "floor above ceiling": (
         ["guards=[{name: class_coverage, class_counts: [99.0, 1.0]}]", "batch.max=64"],

@@ -35,7 +35,14 @@ def test_simulate_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("world", "words"),
     [
-        ("nois=3", "--world 'nois=3': allowed: KEY=NUMBER with num_rows, noise_scale_start"),
+        ("nois=3", "--world 'nois=3'"),
+        ("rows=3", "(did you mean 'num_rows'?): allowed: KEY=NUMBER with num_rows, noise_scale_start"),
+        ("num_rows=1.5", "--world num_rows is '1.5'; allowed: a whole number"),
+        ("grad_norm_start=1e200", "grad_norm_start is 1e+200; allowed: >= 1e-30 and <= 1e+30"),
+        ("step_time.gamma=0", "gamma is 0.0; allowed: >= 1 and <= 10"),
+        ("step_time.alpha_c=-1", "alpha_c is -1.0; allowed: >= 0"),
+        ("step_time.alpha_c=.nan", "--world step_time.alpha_c is '.nan'; allowed: a number"),
+        ("noise_scale_start=1e-300", "noise_scale_start is 1e-300; allowed: >= 1e-09"),
         ("num_rows", "allowed: KEY=NUMBER"),
         ("num_rows=many", "--world num_rows is 'many'; allowed: a number"),
         ("epochs=0", "epochs is 0.0; allowed: > 0"),
@@ -72,7 +79,7 @@ def test_replay_is_bit_for_bit_or_says_where_not(tmp_path: Path, capsys: pytest.
     )
     code, _, err = call(capsys, "replay", run.uri)
     assert code == 1
-    assert err.splitlines()[-1] == "error: 3 of 5 decisions do not reproduce"
+    assert err.splitlines()[-1].startswith("error: 3 of 5 decisions do not reproduce: was config.yaml edited")
     assert "recorded 0.2: 64 (32 x 1), lr_scale 2, grad_norm 0.3 < 0.5: grow; replayed 0.2: 32" in err
 
 
@@ -82,8 +89,57 @@ def test_replay_with_another_policy(tmp_path: Path, capsys: pytest.CaptureFixtur
     other.write_text(dump_yaml(load_config(DIGITS, ["guards=[]", "policy.grad_norm_low=0.25"])))
     code, out, _ = call(capsys, "replay", run.uri, "--policy", str(other))
     assert code == 0
-    rows = [line.split()[1:3] for line in out.splitlines() if line.strip()[:1] == "1"]
+    rows = [line.split()[2:4] for line in out.splitlines() if line.strip()[:1] == "1"]
     assert rows == [["32", "32"], ["64", "32"], ["128", "64"], ["64", "32"]]
     empty = RunDirectory.create(str(tmp_path), "empty")
     empty.write_text("config.yaml", "name: empty\n")
     assert call(capsys, "replay", empty.uri)[0] == 2
+
+
+def test_replay_takes_the_deciding_sections_of_any_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = recorded(tmp_path), tmp_path / "other.yaml"
+    other.write_text("policy: {name: fixed}\n")
+    code, out, _ = call(capsys, "replay", run.uri, "--policy", str(other))
+    assert code == 0
+    assert [line.split()[3] for line in out.splitlines() if line.strip()[:1] == "1"] == ["32"] * 4
+    for text, words in [
+        ("nothing: 1\n", "holds none of batch, policy"),
+        ("policy: {name: fixd}\n", "policy.name is 'fixd' (did you mean 'fixed'?)"),
+        ("policy: {name: \n", "not YAML"),
+    ]:
+        other.write_text(text)
+        code, _, err = call(capsys, "replay", run.uri, "--policy", str(other))
+        assert (code, err.count("\n")) == (2, 1)
+        assert words in err
+
+
+def test_simulate_knows_the_rows_of_the_data_and_explains_its_world(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "simulated: 1,437 rows a pass" in call(capsys, "simulate", str(DIGITS))[1]
+    out = call(capsys, "simulate", str(DIGITS), "--world", "help")[1]
+    assert "num_rows: rows in a pass; >= 1 and <= 1e+12; default 50000" in out
+    assert "step_time.gamma: " in out
+
+
+def test_simulate_decides_when_it_is_due_and_measures_what_would_be_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alone = ["--set", "cluster.num_workers=1", "--set", "policy.name=noise_scale", "--set", "guards=[]"]
+    within = ["--set", "batch.decide_every={steps: 20}", "--set", "batch.reset=to_base", "--set", "epochs=3"]
+    out = call(capsys, "simulate", str(DIGITS), *alone, *within)[1]
+    assert [line.split()[1] for line in out.splitlines()[1:4]] != ["32", "32", "32"]
+    still = call(capsys, "simulate", str(DIGITS), *alone, "--set", "noise.lone=none")
+    assert still[0] == 2
+    limited = ["--set", "noise.lone=none", "--set", "memory.max_micro_batch_size=64"]
+    out = call(capsys, "simulate", str(DIGITS), *alone, *limited, "--set", "epochs=3")[1]
+    assert "noise_scale not measured: hold" in out
+
+
+@pytest.mark.parametrize("options", [["--seed", "-1"], ["--plot", "/nonexistent/folder/x.png"]])
+def test_other_wrong_options_of_simulate(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, "simulate", str(DIGITS), *options)
+    assert (code, err.count("\n")) == (2, 1)
+    assert options[0] in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ray_dynbs.config import Config
 from ray_dynbs.core.journal import decode_lines, replay
 from ray_dynbs.core.order import epoch_order
 from ray_dynbs.core.plan import rank_share
+from ray_dynbs.report.history import read_history
 from ray_dynbs.storage.run_directory import DECISIONS, MODEL, RunDirectory
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.sources import resolve_sources
@@ -193,6 +195,48 @@ def test_a_run_goes_on_from_within_an_epoch(straight: tuple[Path, RunDirectory],
     assert NUM_ROWS * EPOCHS < sum(len(rows) for rows in lines) <= NUM_ROWS * EPOCHS + 14
     same_history(history(directory), history(straight[1]))
     np.testing.assert_allclose(weights(directory), weights(straight[1]), rtol=1e-10)
+
+
+def test_evaluations_within_an_epoch_reach_decisions_and_the_record(tmp_path: Path) -> None:
+    """Every 10 rows, decisions every 20, with and without a restart: the same evaluations and epochs."""
+
+    def configured(folder: Path, **task_args: Any) -> Config:
+        config = make_config(folder, 2, **task_args)
+        every = {"samples": 10}
+        sections = {
+            "evaluate": config.evaluate.model_copy(update={"every": every}),
+            "checkpoint": config.checkpoint.model_copy(update={"every": every}),
+            "batch": config.batch.model_copy(update={"decide_every": {"samples": 20}}),
+            "policy": {"name": "tests.problem_task.alternate", "sizes": [9, 4]},
+            "epochs": 3,
+        }
+        return config.model_copy(update=sections)
+
+    _, whole = run(configured(tmp_path / "whole"))
+    evaluations = whole.read_evaluations()
+    places = [0, *(row["samples_seen"] for row in evaluations if row["epoch"] == 0)]
+    assert all(10 <= later - earlier < 10 + 9 for earlier, later in pairwise(places))
+    decisions = decode_lines(whole.read_text(DECISIONS))
+    by_step = {row["step"]: row for row in evaluations}
+    within = [d for d in decisions if d.signal and d.step in by_step]
+    assert len(within) >= 3
+    for decision in within:
+        assert decision.signal is not None
+        assert decision.signal.val_loss == by_step[decision.step]["val_loss"]
+    config = configured(tmp_path / "broken", fail_after_rows=31 + 16)
+    directory = RunDirectory.create(config.out, config.name)
+    with pytest.raises(ray.train.TrainingFailedError, match="told to fail"):
+        run(config, directory)
+    (tmp_path / "broken" / "healed").touch()
+    run(config, directory)
+    same_history(history(directory), history(whole))
+    found = {row["step"]: row for row in directory.read_evaluations()}
+    assert found.keys() == by_step.keys()
+    for step, row in found.items():
+        assert row["val_loss"] == pytest.approx(by_step[step]["val_loss"], rel=1e-10)
+    curve = read_history(directory).curve("val_loss")
+    assert len(curve) == len(found) + 3
+    assert curve == sorted(curve)
 
 
 @pytest.mark.slow

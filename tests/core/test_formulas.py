@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from ray_dynbs.core.coverage import coverage, smallest_covering_batch
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.guards import ClassCoverage, Quantise
+from ray_dynbs.core.manager import DynamicBatchSizeManager
 from ray_dynbs.core.plan import BatchPlan
-from ray_dynbs.core.policies import Plateau, Schedule
+from ray_dynbs.core.policies import Fixed, Plateau, Schedule
 from ray_dynbs.core.policies.norm_test import piece_norm_test, sample_norm_test
 from ray_dynbs.core.policy import Policy, Proposal, View
 from ray_dynbs.core.signal import Signal
@@ -127,14 +128,70 @@ def test_tables_out_of_order_are_refused(stages: list[list[float]]) -> None:
         Schedule(stages=stages)
 
 
+def test_plateau_by_trend_waits_until_it_is_certain() -> None:
+    """A loss that falls by 5 % a pass holds, also after a lucky value; one that falls by 0.1 % grows."""
+
+    def sizes(losses: list[float]) -> list[int]:
+        manager = DynamicBatchSizeManager(
+            32, 4096, policy=Plateau(trend=True, patience=3, min_improvement=0.01)
+        )
+        found = []
+        for epoch, loss in enumerate(losses):
+            signal = Signal.measured(
+                epoch=epoch,
+                epochs_seen=epoch + 1.0,
+                plan_version=manager.version,
+                num_steps=1,
+                num_finite_steps=1,
+                val_loss=loss,
+            )
+            found.append(manager.decide(signal).plan.global_batch_size)
+        return found
+
+    rng = np.random.default_rng(0)
+    falling = [2.0 * 0.95**epoch * (1 + 0.002 * rng.normal()) for epoch in range(20)]
+    assert sizes(falling) == [32] * 20
+    lucky = [*falling[:12], falling[11] * 0.8, *falling[12:]]
+    assert sizes(lucky)[:13] == [32] * 13
+    still = sizes([2.0 * 0.999**epoch * (1 + 0.001 * rng.normal()) for epoch in range(12)])
+    assert still[:2] == [32, 32]
+    assert still[-1] > 32
+
+
+def test_memory_that_fills_up_is_said() -> None:
+    manager, said = DynamicBatchSizeManager(32, policy=Fixed()), []
+    for epoch in range(8):
+        signal = Signal.measured(
+            epoch=epoch,
+            epochs_seen=epoch + 1.0,
+            plan_version=manager.version,
+            num_steps=1,
+            num_finite_steps=1,
+            memory_fraction=0.3 + 0.02 * epoch,
+        )
+        said.append(" ".join(manager.decide(signal).reasons))
+    assert "memory rises by 2.0% +- 0.0% a pass under an unchanged micro-batch" in said[-1]
+    assert "memory rises" not in said[1]
+
+
 def test_plateau_grows_when_the_loss_stands_still() -> None:
     policy, state, sizes = Plateau(patience=2, min_improvement=0.05), None, []
     state = policy.init(BatchPlan.fit(8, 1))
     size = 8
     for loss in (2.0, 1.5, 1.49, 1.48, 1.47, 1.2, None, 1.19, 1.18):
         signal = Signal.measured(num_steps=1, num_finite_steps=1, val_loss=loss)
-        view = View(signal=signal, plan=BatchPlan.fit(size, 1))
+        changed = 0 if sizes[-2:] != sizes[-1:] * 2 and len(sizes) > 1 else 3
+        view = View(signal=signal, plan=BatchPlan.fit(size, 1), decisions_since_change=changed)
         proposal, state = policy.update(Proposal(size), state, view)
         size = proposal.global_batch_size
         sizes.append(size)
     assert sizes == [8, 8, 8, 16, 16, 16, 16, 16, 32]
+
+
+def test_quantiles_next_to_one_are_covered_too() -> None:
+    assert smallest_covering_batch([1.0] * 10, 1 - 1e-15) >= 340
+    for classes in (10, 13):
+        for doubt in (1e-6, 1e-9, 1e-12, 1e-14):
+            exact = smallest_covering_batch([1.0] * classes, 1 - doubt)
+            bound = smallest_covering_batch([1.0] * classes, 1 - doubt, exact=False)
+            assert bound - 1 <= exact <= bound

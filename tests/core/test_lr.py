@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,9 +53,32 @@ def test_adascale_without_a_measurement_never_raises_the_lr() -> None:
     rule = LR_RULES["adascale"]()
     assert [rule.scale(ratio) for ratio in (0.25, 1, 8)] == [0.25, 1, 1]
     known, buried = Estimate(1.0, 0.1), Estimate(-1.0, 9.0)
-    assert Noise.of(Estimates(grad_sq_norm=known, grad_variance=Estimate(64.0, 0.1)), 32) == Noise(2.0, 1.0)
-    assert Noise.of(Estimates(grad_sq_norm=buried, grad_variance=known), 32) is None
+    found = Noise.of(Estimates(grad_sq_norm=known, grad_variance=Estimate(64.0, 0.1)), 32)
+    assert found == Noise(2.0, 1.0, 0.1)
+    found = Noise.of(Estimates(grad_sq_norm=buried, grad_variance=known), 32)
+    assert found == Noise(1 / 32, 0.0, 9.0)
+    assert rule.scale(8, Noise(1.0, 1.0, math.inf)) == 1.0
+    assert rule.scale(0.25, Noise(1.0, 1.0, math.inf)) == pytest.approx(0.25)
     assert Noise.of(Estimates(), 32) is None
+
+
+def test_adascale_takes_the_gain_it_is_sure_of_and_does_not_jump() -> None:
+    """From the estimate one error below zero to one error above it the gain changes by little."""
+    rule, gains = LR_RULES["adascale"](), []
+    for value in np.linspace(-1.0, 1.0, 41):
+        grad = Estimate(float(value), 1.0 / abs(value) if value else math.inf)
+        noise = Noise.of(Estimates(grad_sq_norm=grad, grad_variance=Estimate(32.0 * 50, 0.01)), 32)
+        if value:
+            gains.append(rule.scale(16, noise))
+    assert 1 < min(gains) < max(gains) < 16
+    assert max(abs(a / b - 1) for a, b in itertools.pairwise(gains)) < 0.05
+    sure = Noise(50.0, 0.2, 0.001)
+    assert rule.scale(16, sure) == pytest.approx(rule.scale(16, Noise(50.0, 0.2)), rel=0.01)
+    assert rule.explain(16, Noise(50.0, 0.2, 1.0)) == (
+        "adascale: gain 11.8 of 16, 15.1 once |G|^2 is known better",
+    )
+    assert rule.explain(1, None) == ()
+    assert "no gradient noise measured yet" in rule.explain(2, None)[0]
 
 
 @given(ratio=st.floats(1, 1e4), variance=st.floats(0, 1e6), sq_norm=st.floats(1e-9, 1e6))

@@ -6,14 +6,16 @@ import json
 import random
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ray_dynbs import DynamicBatchSizeManager
 from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.estimators import NoiseScale, PieceSums
 from ray_dynbs.core.guards import Cooldown, WarmupHold
-from ray_dynbs.core.journal import decode_lines, encode_line, replay
+from ray_dynbs.core.journal import decode_lines, encode_line, replay, would_have
 from ray_dynbs.core.lr import LR_RULES
 from ray_dynbs.core.policies import Fixed, Threshold
 from ray_dynbs.core.signal import Signal
@@ -236,7 +238,8 @@ def test_a_state_saved_under_another_policy_is_taken_over_and_said() -> None:
     saved = _make().state_dict()
     manager = DynamicBatchSizeManager(16, 256, 4, policy=Fixed())
     manager.load_state_dict(saved)
-    assert "Threshold" in manager.start(world_size=1, incarnation=1).reasons[0]
+    said = manager.start(world_size=1, incarnation=1).reasons[0]
+    assert "what the earlier policy and guards remembered is dropped" in said
 
 
 def test_narrower_bounds_after_a_resume_are_kept_and_said() -> None:
@@ -272,3 +275,121 @@ def test_core_imports_without_torch_ray_or_pyarrow_and_quickly() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert int(result.stdout) > 15
+
+
+def measured(manager: DynamicBatchSizeManager, **fields: Any) -> Signal:
+    known = {"num_steps": 10, "num_finite_steps": 10, "grad_norm": 0.01, "plan_version": manager.version}
+    return Signal.measured(**{**known, **fields})
+
+
+def test_a_few_rows_decide_nothing() -> None:
+    """One step of a pass's last row after a decision: less than a batch was seen."""
+    manager = DynamicBatchSizeManager(16)
+    manager.start(world_size=1, num_rows=641)
+    held = manager.decide(measured(manager, rows=1, num_steps=1, num_finite_steps=1))
+    assert held.plan.global_batch_size == 16
+    assert held.reasons == ("1 rows since the last decision, 16 in a batch: hold",)
+    assert manager.decide(measured(manager, rows=160)).plan.global_batch_size == 32
+    whole = DynamicBatchSizeManager(16)
+    whole.start(world_size=1, num_rows=12)
+    assert whole.decide(measured(whole, rows=12, grad_norm=20.0)).plan.global_batch_size == 8
+
+
+def test_a_configured_limit_of_the_micro_batch_may_change_and_a_learned_one_stays() -> None:
+    saved = DynamicBatchSizeManager(32, max_micro_batch_size=4).state_dict()
+    later = DynamicBatchSizeManager(32, max_micro_batch_size=16)
+    later.load_state_dict(saved)
+    assert later.start(world_size=1).plan.micro_batch_size == 16
+    later.update_batch_size(1.0, 0.95)
+    free = DynamicBatchSizeManager(32)
+    free.load_state_dict(later.state_dict())
+    assert free.start(world_size=1).plan.micro_batch_size == 8
+    free.limit_micro_batch(3)
+    free.limit_micro_batch(None)
+    free.limit_micro_batch(5)
+    assert free.plan.micro_batch_size == 3
+
+
+def test_a_state_outside_the_bounds_is_brought_within_them_at_once() -> None:
+    saved = DynamicBatchSizeManager(4096).state_dict()
+    manager = DynamicBatchSizeManager(16, 64)
+    manager.load_state_dict(saved)
+    assert manager.get_current_batch_size() == 64
+    assert "4096 -> 64" in manager.start(world_size=1, incarnation=1).reasons[0]
+
+
+def test_noise_averaged_in_another_way_is_dropped_and_said() -> None:
+    manager = DynamicBatchSizeManager(16)
+    manager.decide(measured(manager, pieces=PieceSums.of_step(1.0, 9.0)))
+    other = DynamicBatchSizeManager(16, noise=NoiseScale(decay=0.9))
+    other.load_state_dict(manager.state_dict())
+    assert "known of the noise is dropped" in other.start(world_size=1, incarnation=1).reasons[0]
+    assert other.estimates.noise_scale is None
+
+
+def test_in_a_plain_loop_passes_are_counted_where_their_rows_are_known() -> None:
+    manager = DynamicBatchSizeManager(16, guards=[WarmupHold(epochs=1)], num_rows=64)
+    assert [manager.update_batch_size(0.01) for _ in range(5)] == [16, 16, 16, 32, 64]
+    assert [decision.epoch for decision in manager.decisions] == [0, 0, 0, 1, 1]
+
+
+def test_memory_above_all_there_is_is_no_measurement() -> None:
+    signal = Signal.measured(memory_fraction=85.0)
+    assert signal.memory_fraction is None
+    assert signal.missing == (("memory_fraction", "85.0"),)
+
+
+BROKEN = [
+    ("signal", "x"),
+    ("signal", []),
+    ("version", [0]),
+    ("num_rows", "x"),
+    ("global_batch_size", 32.5),
+    ("lr_scale", "1"),
+    ("signal.grad_norm", "x"),
+    ("signal.missing", []),
+    ("signal.num_steps", None),
+    ("signal.pieces", {"steps": None}),
+    ("signal.nonsense", 1),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BROKEN)
+def test_an_edited_journal_is_told_by_its_line(key: str, value: Any) -> None:
+    manager = DynamicBatchSizeManager(16)
+    record = json.loads(encode_line(manager.decide(measured(manager, pieces=PieceSums.of_step(1.0, 2.0)))))
+    assert decode_lines(json.dumps(record))
+    place = record["signal"] if "." in key else record
+    place[key.rpartition(".")[2]] = value
+    with pytest.raises(ConfigError, match="journal line 1 is not a decision"):
+        decode_lines(json.dumps(record))
+
+
+def test_a_replay_follows_the_configurations_that_a_run_had() -> None:
+    lines, manager = [], DynamicBatchSizeManager(16)
+    lines.append(encode_line(manager.start(world_size=1)))
+    lines.append(encode_line(manager.decide(measured(manager))))
+    later = DynamicBatchSizeManager(16, policy=Fixed())
+    later.load_state_dict(manager.state_dict())
+    lines.append(encode_line(later.start(world_size=1, incarnation=1)))
+    lines.append(encode_line(later.decide(measured(later))))
+    decisions = decode_lines("\n".join(lines))
+
+    def newest() -> DynamicBatchSizeManager:
+        return DynamicBatchSizeManager(16, policy=Fixed())
+
+    assert len(replay(decisions, newest)) > 0
+    assert replay(decisions, newest, {1: lambda: DynamicBatchSizeManager(16)}) == []
+
+
+def test_another_policy_meets_the_memory_and_the_stale_signals_that_were_met() -> None:
+    manager = DynamicBatchSizeManager(64)
+    decisions = [manager.start(world_size=1)]
+    decisions.append(manager.decide(measured(manager, grad_norm=1.0, memory_fraction=0.95)))
+    decisions.append(manager.decide(measured(manager, plan_version=0)))
+    decisions.append(manager.decide(measured(manager)))
+    pairs = would_have(decisions, lambda: DynamicBatchSizeManager(64, policy=Fixed()))
+    assert [other.plan.micro_batch_size for _, other in pairs[1:]] == [32, 32]
+    grown = would_have(decisions, lambda: DynamicBatchSizeManager(64))
+    assert [other.plan.global_batch_size for _, other in grown] == [64, 64, 128]
+    assert "stale" in grown[1][1].reasons[0]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ray_dynbs.config import Config
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.core.estimators import PieceSums
+from ray_dynbs.core.estimators import Estimate, Estimates, PieceSums
 from ray_dynbs.core.guards import (
     GUARDS,
     Clamp,
@@ -47,6 +49,7 @@ POLICY_CASES: dict[str, Policy] = {
     "norm_test": NormTest(),
     "norm_test unbiased": NormTest(unbiased=True, eta=0.3),
     "plateau": Plateau(),
+    "plateau trend": Plateau(trend=True, patience=1),
     "schedule": Schedule(stages=[[0, 16], [3, 8], [5, 32]]),
     "schedule ramp": Schedule(stages=[[1, 20], [4, 90]], unit="epochs", ramp=True),
     "threshold shrink": Threshold(memory_vote="shrink"),
@@ -255,3 +258,136 @@ def test_warmup_hold(seen: float, size: int) -> None:
 def test_guards_refuse_values_out_of_range(guard: Any, keys: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="allowed"):
         guard(**keys)
+
+
+def test_plateau_compares_like_with_like() -> None:
+    """A training loss that falls, with a lower validation loss now and then: nothing stands still."""
+    manager, train = DynamicBatchSizeManager(32, policy=Plateau(patience=2)), 2.0
+    for number in range(30):
+        train *= 0.97
+        validated = {"val_loss": train - 0.4} if number % 4 == 3 else {}
+        signal = Signal.measured(
+            plan_version=manager.version, num_steps=9, num_finite_steps=9, train_loss=train, **validated
+        )
+        assert manager.decide(signal).plan.global_batch_size == 32
+
+
+def test_plateau_that_is_vetoed_goes_on_waiting_and_one_at_the_ceiling_says_so() -> None:
+    policy = Plateau(patience=3)
+    manager = DynamicBatchSizeManager(32, 64, policy=policy, guards=[WarmupHold(epochs=5)])
+    sizes, said = [], []
+    for epoch in range(12):
+        signal = Signal.measured(
+            epochs_seen=epoch + 1.0,
+            plan_version=manager.version,
+            num_steps=9,
+            num_finite_steps=9,
+            val_loss=1.0,
+        )
+        decision = manager.decide(signal)
+        sizes.append(decision.plan.global_batch_size)
+        said.append(decision.reasons[0])
+    assert sizes == [32] * 4 + [64] * 8
+    assert "as large as allowed, only a smaller LR is left" in said[-1]
+
+
+def test_norm_test_waits_until_it_knows_and_moves_step_by_step() -> None:
+    lone = view(pieces=PieceSums.of_step(1e-6, 20.0))
+    assert propose(NormTest(unbiased=True), lone).global_batch_size == 32
+    wild = sum((PieceSums.of_step(g, 500.0) for g in (9.0, -8.0, 9.5, -9.9)), PieceSums.of_step(0.1, 500.0))
+    assert "wait" in propose(NormTest(unbiased=True), view(pieces=wild)).reasons[0]
+    known = sum((PieceSums.of_step(1.0, 900.0) for _ in range(9)), PieceSums.of_step(1.0, 900.0))
+    moved = propose(NormTest(unbiased=True), view(pieces=known))
+    assert moved.global_batch_size == 64
+    assert "32 -> 3600 (64 for now)" in moved.reasons[0]
+    assert propose(NormTest(unbiased=True, factor=1000), view(pieces=known)).global_batch_size == 3600
+
+
+def test_goodput_counts_only_what_the_bounds_allow() -> None:
+    """From 500 on a ceiling of 512 the gain is 2 %: not worth a change."""
+    manager = DynamicBatchSizeManager(250, 512, policy=Goodput())
+    pieces = sum((PieceSums.of_step(1.0, 5_000.0) for _ in range(50)), PieceSums.of_step(1.0, 5_000.0))
+    sizes = []
+    for _ in range(8):
+        size = manager.get_current_batch_size()
+        signal = Signal.measured(
+            plan_version=manager.version,
+            num_steps=50,
+            num_finite_steps=50,
+            rows=50 * size,
+            step_time_s=1.0 + 0.0001 * size,
+            pieces=pieces,
+        )
+        sizes.append(manager.decide(signal).plan.global_batch_size)
+    assert sizes == [500] * 8
+
+
+def test_goodput_does_not_take_the_time_of_a_short_step_for_that_of_a_full_one() -> None:
+    policy = Goodput()
+    signal = Signal.measured(num_steps=1, num_finite_steps=1, rows=1, step_time_s=0.001)
+    seen = View(signal=signal, plan=BatchPlan.fit(256, 1))
+    assert policy.update(Proposal(256), policy.init(seen.plan), seen)[1]["seen"] == []
+
+
+def test_noise_scale_has_no_answer_where_the_target_vanishes() -> None:
+    noise = Estimate(5e-324, 0.1)
+    seen = view(pieces=PieceSums.of_step(1.0, 1.0))
+    seen = replace(seen, estimates=Estimates(noise_scale=noise))
+    assert propose(FollowNoiseScale(multiplier=0.1), seen).global_batch_size == 32
+
+
+def test_memory_that_wavers_around_the_limit_costs_one_halving() -> None:
+    manager = DynamicBatchSizeManager(512, 1024)
+    for number in range(20):
+        manager.update_batch_size(1.0, 0.81 if number % 2 == 0 else 0.79)
+    assert manager.plan.micro_batch_size == 256
+    manager.update_batch_size(1.0, 0.95)  # it rises: something new
+    assert manager.plan.micro_batch_size == 128
+    manager.update_batch_size(1.0, 0.5)  # and this time it helped
+    manager.update_batch_size(1.0, 0.85)
+    assert manager.plan.micro_batch_size == 64
+
+
+@pytest.mark.parametrize(
+    ("piece", "bounds", "start", "wanted", "size"),
+    [
+        (Quantise(powers_of_two=True), (8, 500), 256, 500, 256),
+        (Quantise(powers_of_two=True), (8, 500), 256, 9_999, 256),
+        (Quantise(multiple_of=64), (8, 512), 128, 9, 64),
+        (Quantise(buckets=[4, 100, 900]), (8, 512), 100, 900, 100),
+        (Quantise(buckets=[4, 100, 900]), (8, 512), 100, 9, 100),
+    ],
+)
+def test_quantise_stays_within_the_bounds(
+    piece: Quantise, bounds: tuple[int, int], start: int, wanted: int, size: int
+) -> None:
+    seen = replace(view(start), bounds=bounds)
+    assert propose(piece, seen, wanted).global_batch_size == size
+
+
+def test_a_reset_leaves_a_shrink_for_memory_alone_and_the_guards_the_last_word() -> None:
+    base = {"epochs": 9, "task": "x", "optimizer": {"name": "sgd", "lr": 0.1}}
+    batch = {"initial": 64, "decide_every": {"steps": 9}, "reset": "to_base"}
+    shrinking = {**base, "batch": batch, "memory": {"vote": "shrink"}, "guards": []}
+    manager = Config.model_validate(shrinking).make_manager()
+    full = {"num_steps": 9, "num_finite_steps": 9, "memory_fraction": 0.97, "grad_norm": 1.0}
+    sizes = []
+    for ends in (False, True, False):
+        signal = Signal.measured(plan_version=manager.version, ends_pass=ends, **full)
+        sizes.append(manager.decide(signal).plan.global_batch_size)
+    assert sizes == [32, 16, 8]
+    table = {"name": "schedule", "stages": [[0.0, 128.0]]}
+    left_early = {
+        **base,
+        "batch": batch,
+        "policy": table,
+        "guards": [{"name": "growth_limit", "factor": 1.5}],
+    }
+    manager = Config.model_validate(left_early).make_manager()
+    sizes = []
+    for ends in (False, False, True):
+        signal = Signal.measured(
+            plan_version=manager.version, ends_pass=ends, epochs_seen=0.3, num_steps=9, num_finite_steps=9
+        )
+        sizes.append(manager.decide(signal).plan.global_batch_size)
+    assert sizes == [96, 128, 64]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ray_dynbs.core.cadence import Cadence
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.estimators.step_time import StepTimeModel, best_batch_of_a_line
 from ray_dynbs.core.manager import DynamicBatchSizeManager
@@ -60,6 +61,29 @@ def test_progress_is_what_the_noise_scale_says() -> None:
     assert run(FollowNoiseScale(), STILL)[-1].progress < 40
 
 
+def test_decisions_within_a_pass_are_made_when_they_are_due() -> None:
+    """Every 500 rows of 1,300: after 512, 1,024 and at the pass's end; the journal of sizes says so."""
+    world = World(num_rows=1_300)
+    seen: list[tuple[int, int]] = []
+
+    class Spy(DynamicBatchSizeManager):
+        def decide(self, signal: Any) -> Any:
+            seen.append((signal.rows, signal.step))
+            return super().decide(signal)
+
+    epochs = simulate(lambda ranks: Spy(32, policy=Fixed()), world, epochs=2, cadence=Cadence(samples=500))
+    assert seen == [(512, 16), (512, 32), (276, 41), (512, 57), (512, 73), (276, 82)]
+    assert [epoch.steps for epoch in epochs] == [41, 41]
+    faster = simulate(
+        lambda ranks: DynamicBatchSizeManager(32, 8192, 8, policy=FollowNoiseScale(), world_size=4),
+        World(),
+        epochs=1,
+        world_size=4,
+        cadence=Cadence(steps=100),
+    )
+    assert faster[0].global_batch_size > 100
+
+
 def test_a_world_of_impossible_numbers_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"noise_scale_end is -1\.0; allowed: > 0"):
+    with pytest.raises(ConfigError, match=r"noise_scale_end is -1\.0; allowed: >= 1e-09"):
         World(noise_scale_end=-1.0)

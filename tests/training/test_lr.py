@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.core.lr import LR_RULES, Adjustment, Scaling, ScheduleProgress
+from ray_dynbs.core.lr import LR_RULES, Adjustment, GainProgress, Scaling, ScheduleProgress
 from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.core.signal import Signal
 from ray_dynbs.training.loop import TrainingLoop
@@ -99,7 +99,8 @@ def test_betas_eps_and_decay_return_exactly(rule: str, as_tensor: bool) -> None:
             first, second = optimizer.param_groups
             assert float(first["lr"]) == pytest.approx(1e-3 * adjustment.lr)
             assert float(second["lr"]) / float(first["lr"]) == pytest.approx(0.5)
-            assert second["weight_decay"] == pytest.approx(0.3 * adjustment.ratio**0.5)
+            decay = 0.3 * adjustment.ratio / adjustment.lr
+            assert second["weight_decay"] == pytest.approx(decay)
             expected = adjustment.rule.betas(adjustment.ratio, (0.9, 0.999))
             assert [float(beta) for beta in first["betas"]] == pytest.approx(expected, rel=1e-5)
             assert first["eps"] == pytest.approx(adjustment.rule.eps(adjustment.ratio, 1e-8))
@@ -107,6 +108,53 @@ def test_betas_eps_and_decay_return_exactly(rule: str, as_tensor: bool) -> None:
     assert after == before
     if as_tensor:
         assert all(a is b for a, b in zip(held, [after[0]["lr"], *after[0]["betas"]], strict=True))
+
+
+def test_a_schedule_by_gain_advances_by_adascales_gain() -> None:
+    """At the reference batch as in a plain loop; beyond it by r per step; the root's square for Adam."""
+    gains, counts = {}, {}
+    for rule, batch, scale in [
+        ("adascale", 4, 1.0),
+        ("adascale", 8, 1.5),
+        ("adascale_sqrt", 8, 1.5**0.5),
+        ("adascale", 2, 0.75),
+    ]:
+        model, loop = training_loop(
+            table(30),
+            BatchPlan.fit(batch, 1),
+            make_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.9),
+            reference=4,
+        )
+        loop._scaling = Scaling(LR_RULES[rule](), 4)
+        loop._schedules[0].plan_by(GainProgress(30, 4))
+        loop.apply(decision(batch, scale))
+        report = loop.train_epoch(squared_error(model))
+        gains[rule, batch], counts[rule, batch] = loop.progress.gain, loop._schedules[0]._count
+        assert report.steps == -(-30 // batch)
+    assert gains == pytest.approx(
+        {("adascale", 4): 8, ("adascale", 8): 6, ("adascale_sqrt", 8): 6, ("adascale", 2): 11.25}
+    )
+    assert list(counts.values()) == [8, 6, 6, 11]
+
+
+def test_a_schedule_by_gain_resumes_exactly_and_leaves_out_skipped_steps() -> None:
+
+    def build() -> Schedule:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+        scheduler = lr_scheduler.StepLR(optimizer, 1)
+        optimizer.step()
+        return Schedule(scheduler, GainProgress(30, 4))
+
+    schedule = build()
+    schedule.after_step(0, 8, applied=True, gain=1.5)
+    schedule.after_step(0, 16, applied=False, gain=1.5)
+    schedule.leave(0, 16, 1.5)
+    schedule.after_step(1, 8, applied=True, gain=3.0)
+    assert schedule._count == 3
+    other = build()
+    other.load_state_dict(schedule.state_dict(), 1, 8, 3.0)
+    other.after_step(1, 16, applied=True, gain=4.5)
+    assert other._count == 4
 
 
 def test_the_step_uses_the_scaled_lr() -> None:
@@ -166,8 +214,8 @@ def run_with_sizes(name: str, sizes: list[int], reference: int) -> tuple[float, 
     remaining = list(sizes)
     before = loop._schedules[0].after_step
 
-    def change(epoch: int, rows: int, *, applied: bool) -> None:
-        before(epoch, rows, applied=applied)
+    def change(epoch: int, rows: int, *, applied: bool, gain: float = 0.0) -> None:
+        before(epoch, rows, applied=applied, gain=gain)
         if remaining:
             size = remaining.pop(0)
             loop.apply(decision(size, size / reference))
@@ -308,3 +356,37 @@ def test_names_and_arguments_are_checked() -> None:
     with pytest.raises(ConfigError, match="momentum"):
         build_optimizer("sgd", weight, {"lr": 0.1, "momentum": -1.0})
     assert build_scheduler("none", optimizer, {}, 10) is None
+
+
+def test_an_optimizer_without_eps_is_scaled_like_any_other() -> None:
+    """Lion and its like have betas and no eps."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+    with adjusted(optimizer, Scaling(LR_RULES["half_life"](), 8).at(16, 2.0, 1.0)):
+        assert optimizer.param_groups[0]["betas"] == (0.9, 0.99**2)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.99)
+
+
+def test_betas_that_a_scheduler_moved_out_of_the_rules_reach_are_refused_and_nothing_is_left_changed() -> (
+    None
+):
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
+    optimizer = torch.optim.Adam(groups, lr=0.1, betas=(0.9, 0.999))
+    optimizer.param_groups[1]["betas"] = (0.8, 0.999)
+    with (
+        pytest.raises(ConfigError, match=r"at 8 times the reference batch the LR rule makes betas \[-0\.6, "),
+        adjusted(optimizer, Scaling(LR_RULES["adam_sde"](), 8).at(64, 2.0, 1.0)),
+    ):
+        raise AssertionError
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.999), (0.8, 0.999)]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+
+
+@pytest.mark.parametrize("rule", ["none", "linear", "sqrt", "legw"])
+def test_weight_decay_keeps_rows_over_lr_times_decay(rule: str) -> None:
+    for size in (4, 16, 256):
+        scaling = Scaling(LR_RULES[rule](), 16, scale_weight_decay=True)
+        scale = LR_RULES[rule]().scale(size / 16)
+        adjustment = scaling.at(size, scale, 9.0)
+        assert size / (adjustment.lr * adjustment.weight_decay) == pytest.approx(16)

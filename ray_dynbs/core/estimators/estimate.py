@@ -32,8 +32,13 @@ class Estimates:
         noise_scale: ``tr(Sigma) / |G|^2``, rows.
         grad_sq_norm: ``|G|^2``, squared norm of the true gradient.
         grad_variance: ``tr(Sigma)``, summed per-row variance of the gradient.
+        loss_trend: Change of the loss per pass (of the validation loss, where there is one), over about ten
+            decisions.
+        memory_trend: Change of the memory fraction per pass, under an unchanged micro-batch.
     """
 
     noise_scale: Estimate | None = None
     grad_sq_norm: Estimate | None = None
     grad_variance: Estimate | None = None
+    loss_trend: Estimate | None = None
+    memory_trend: Estimate | None = None

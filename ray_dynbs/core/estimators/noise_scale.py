@@ -24,7 +24,7 @@ from ray_dynbs.core.estimators.pieces import PieceSums
 from ray_dynbs.core.keys import Key, check_ranges
 
 State = dict[str, Any]
-"""``memories``: one row per decay; ``biased``: whether they hold successive differences."""
+"""``decays``; ``memories``, a row for each; ``biased`` and ``preconditioned``: of what kind they are."""
 MEMORIES_STEPS = (10, 30, 100, 300, 1_000, 3_000, 10_000)
 """Time constants of the memories among which each quantity takes its own."""
 
@@ -54,12 +54,18 @@ class NoiseScale:
 
     def init(self) -> State:
         """Nothing measured."""
-        return {"memories": [empty() for _ in self._decays], "biased": False}
+        return {
+            "decays": self._decays,
+            "memories": [empty() for _ in self._decays],
+            "biased": False,
+            "preconditioned": False,
+        }
 
     def update(self, state: Mapping[str, Any], sums: PieceSums | None) -> State:
         """Average in what was measured since the last decision.
 
-        Real pieces replace what came from successive differences, and are not diluted by them.
+        Real pieces replace what came from successive steps, and are not diluted by them. Another metric
+        starts anew.
 
         Args:
             state: From :meth:`init` or the last update.
@@ -67,22 +73,21 @@ class NoiseScale:
         """
         if sums is None or not sums.is_finite():
             return dict(state)
-        measured = state["memories"][0][0] > 0
-        if measured and sums.biased and not state["biased"]:
+        same_metric = sums.preconditioned == state["preconditioned"]
+        if state["memories"][0][0] > 0 and same_metric and sums.biased and not state["biased"]:
             return dict(state)
-        old = self.init() if measured and state["biased"] and not sums.biased else state
+        old = state if same_metric and sums.biased == state["biased"] else self.init()
         moments = sums.means()
         memories = [
             add(row, decay, moments, sums.steps)
             for row, decay in zip(old["memories"], self._decays, strict=True)
         ]
-        return {"memories": memories, "biased": sums.biased}
+        kind = {"biased": sums.biased, "preconditioned": sums.preconditioned}
+        return {"decays": self._decays, "memories": memories, **kind}
 
-    def restored(self, saved: Mapping[str, Any] | None) -> State:
-        """A saved state; a new one where there is none, or where it was saved with other memories."""
-        if not saved or len(saved["memories"]) != len(self._decays):
-            return self.init()
-        return dict(saved)
+    def restored(self, saved: Mapping[str, Any]) -> State:
+        """A saved state; a new one where it was saved with other memories."""
+        return dict(saved) if saved["decays"] == self._decays else self.init()
 
     def estimates(self, state: Mapping[str, Any]) -> dict[str, Estimate]:
         """``noise_scale``, ``grad_sq_norm`` and ``grad_variance``; empty before anything was measured.

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.keys import typed
 
 
 def from_pieces(
@@ -82,7 +83,8 @@ class PieceSums:
         grad_sq_2: Sum of squares of the former.
         variance_2: Sum of squares of the latter.
         cross: Sum of products of both.
-        biased: Whether successive differences stood in for pieces.
+        biased: Whether successive steps stood in for pieces.
+        preconditioned: Whether the norms are those of Adam's metric.
     """
 
     steps: int
@@ -92,6 +94,7 @@ class PieceSums:
     variance_2: float
     cross: float
     biased: bool = False
+    preconditioned: bool = False
 
     @classmethod
     def of_step(cls, grad_sq: float, variance: float, *, biased: bool = False) -> PieceSums:
@@ -99,6 +102,9 @@ class PieceSums:
         return cls(1, grad_sq, variance, grad_sq**2, variance**2, grad_sq * variance, biased)
 
     def __add__(self, other: PieceSums) -> PieceSums:
+        """Of both; where they are of two kinds, of the real pieces, or else of the later ones."""
+        if (self.biased, self.preconditioned) != (other.biased, other.preconditioned):
+            return self if other.biased and not self.biased else other
         return PieceSums(
             self.steps + other.steps,
             self.grad_sq + other.grad_sq,
@@ -106,7 +112,8 @@ class PieceSums:
             self.grad_sq_2 + other.grad_sq_2,
             self.variance_2 + other.variance_2,
             self.cross + other.cross,
-            self.biased or other.biased,
+            self.biased,
+            self.preconditioned,
         )
 
     def means(self) -> list[float]:
@@ -124,5 +131,9 @@ class PieceSums:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PieceSums:
-        """The inverse of :meth:`to_json`."""
-        return cls(**data)
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            TypeError: an unknown field, or one of another type.
+        """
+        return cls(**typed(cls, data))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Annotated
 
 from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.keys import Key, check_ranges
 
 GAMMA_RANGE = (1.0, 10.0)
 PLAUSIBLE_S = (1e-9, 1e9)
@@ -39,15 +41,21 @@ class StepTimeModel:
     ``T_grad = alpha_c + beta_c m``; ``T_sync`` is 0 on one rank, ``alpha_r + beta_r (R - 2)`` on one node,
     ``alpha_n + beta_n (R - 2)`` across nodes. Gamma is 1 where computing and synchronising follow each
     other, and large where they overlap.
+
+    Raises:
+        ConfigError: a number out of range.
     """
 
-    alpha_c: float
-    beta_c: float
-    alpha_r: float = 0.0
-    beta_r: float = 0.0
-    alpha_n: float = 0.0
-    beta_n: float = 0.0
-    gamma: float = 1.0
+    alpha_c: Annotated[float, Key("fixed time of a forward and backward", ge=0, le=1e9)]
+    beta_c: Annotated[float, Key("time per row", ge=0, le=1e9)]
+    alpha_r: Annotated[float, Key("synchronising two ranks of a node", ge=0, le=1e9)] = 0.0
+    beta_r: Annotated[float, Key("the same, per rank more", ge=0, le=1e9)] = 0.0
+    alpha_n: Annotated[float, Key("synchronising two ranks across nodes", ge=0, le=1e9)] = 0.0
+    beta_n: Annotated[float, Key("the same, per rank more", ge=0, le=1e9)] = 0.0
+    gamma: Annotated[float, Key("how far computing hides synchronising", ge=1, le=10)] = 1.0
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
     def seconds(self, ranks: int, micro: int, extra: int = 0, nodes: int = 1) -> float:
         """Time of a step.
@@ -63,7 +71,9 @@ class StepTimeModel:
             sync = alpha + beta * (ranks - 2)
         if sync == 0:
             return (extra + 1) * grad
-        return float(extra * grad + (grad**self.gamma + sync**self.gamma) ** (1 / self.gamma))
+        larger = max(grad, sync)  # taken out, so that no power overflows
+        both = ((grad / larger) ** self.gamma + (sync / larger) ** self.gamma) ** (1 / self.gamma)
+        return float(extra * grad + larger * both)
 
 
 def efficiency(batch_size: float, noise_scale: float, reference_batch_size: float) -> float:

@@ -38,18 +38,36 @@ class Quantise(Stateless):
         size, wanted = view.plan.global_batch_size, proposal.global_batch_size
         if wanted == size:
             return proposal, state
-        allowed = self.floor(wanted)
+        allowed = self.within(wanted, *(view.bounds or (1, max(wanted, size)))) or size
         if (allowed - size) * (wanted - size) < 0:
             allowed = size
         if allowed == wanted:
             return proposal, state
         return proposal.because(f"quantise: {wanted} -> {allowed}", global_batch_size=allowed), state
 
-    def floor(self, size: int) -> int:
-        """The largest allowed size of at most ``size``; the smallest there is where none is."""
+    def within(self, size: int, smallest: int, largest: int) -> int | None:
+        """The largest allowed size of at most ``size``, else the smallest one, within bounds; or ``None``."""
+        found = self._floor(min(size, largest))
+        if found is None or found < smallest:
+            found = self._next(smallest)
+        return found if found is not None and smallest <= found <= largest else None
+
+    def _floor(self, size: int) -> int | None:
+        """The largest allowed size of at most ``size``."""
         if self.buckets is not None:
-            return self.buckets[max(bisect.bisect_right(self.buckets, size) - 1, 0)]
+            place = bisect.bisect_right(self.buckets, size)
+            return self.buckets[place - 1] if place else None
         if self.powers_of_two:
             return 1 << (size.bit_length() - 1)
         step = self.multiple_of or 1
-        return max(size // step, 1) * step
+        return size // step * step or None
+
+    def _next(self, size: int) -> int | None:
+        """The smallest allowed size of at least ``size``."""
+        if self.buckets is not None:
+            place = bisect.bisect_left(self.buckets, size)
+            return self.buckets[place] if place < len(self.buckets) else None
+        if self.powers_of_two:
+            return 1 << (size - 1).bit_length()
+        step = self.multiple_of or 1
+        return -(-size // step) * step

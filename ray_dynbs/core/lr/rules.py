@@ -23,18 +23,25 @@ class Noise:
     Attributes:
         variance: ``sigma^2``, variance of the gradient at the reference batch, >= 0.
         sq_norm: ``mu^2 = |G|^2``, >= 0.
+        error: Standard error of the latter, >= 0; infinite where nothing is known.
     """
 
     variance: float
     sq_norm: float
+    error: float = 0.0
 
     @classmethod
     def of(cls, estimates: Estimates, reference_batch_size: int) -> Noise | None:
-        """From what was estimated; ``None`` where the gradient is not told from its noise."""
+        """From what was estimated; ``None`` before anything was measured."""
         grad, variance = estimates.grad_sq_norm, estimates.grad_variance
-        if grad is None or variance is None or not (grad.value > 0 and variance.value >= 0):
+        if grad is None or variance is None:
             return None
-        return cls(variance.value / reference_batch_size, grad.value)
+        error = abs(grad.value) * grad.relative_error if grad.value else math.inf
+        return cls(max(variance.value, 0.0) / reference_batch_size, max(grad.value, 0.0), error)
+
+    def sure_sq_norm(self, ratio: float) -> float:
+        """``mu^2`` one standard error to the side on which the LR is the smaller one."""
+        return self.sq_norm + self.error if ratio > 1 else max(self.sq_norm - self.error, 0.0)
 
 
 class LRRule:
@@ -43,6 +50,10 @@ class LRRule:
     def scale(self, ratio: float, noise: Noise | None = None) -> float:
         """Multiplier on the base LR, > 0, for a batch ``ratio`` times the reference."""
         return 1.0
+
+    def explain(self, ratio: float, noise: Noise | None) -> tuple[str, ...]:
+        """What there is to say about that multiplier beside the rule's name."""
+        return ()
 
     def betas(self, ratio: float, betas: Betas) -> Betas:
         """Adam's betas for that batch."""
@@ -55,6 +66,15 @@ class LRRule:
     def warmup(self, ratio: float) -> float:
         """Multiplier on the length of the warm-up in epochs."""
         return 1.0
+
+    def gain(self, scale: float) -> float:
+        """Reference steps that a step with this multiplier is worth, > 0."""
+        return scale
+
+    @property
+    def changes_betas(self) -> bool:
+        """Whether it is more than the LR that has to follow."""
+        return self.betas(2.0, (0.9, 0.99)) != (0.9, 0.99)
 
     def largest_ratio(self, betas: Betas) -> float:
         """The ratio below which the rule is defined."""
@@ -99,12 +119,28 @@ class AdaScale(LRRule):
     def scale(self, ratio: float, noise: Noise | None = None) -> float:
         """``r = (sigma^2 + mu^2) / (sigma^2 / k + mu^2)``, between 1 and k; without a measurement at most 1.
 
-        It saturates where the gradient outweighs its noise (McCandlish et al. 2018, eq. 2.6).
+        It saturates where the gradient outweighs its noise (McCandlish et al. 2018, eq. 2.6). Where ``mu^2``
+        is not well known, it is taken one standard error to the side of the smaller LR: the gain grows with
+        what is known, instead of jumping as an estimate comes and goes.
         """
         if noise is None:
             return min(ratio, 1.0)
-        there = noise.variance / ratio + noise.sq_norm
-        return (noise.variance + noise.sq_norm) / there if there > 0 else 1.0
+        square = noise.sure_sq_norm(ratio)
+        there = noise.variance / ratio + square
+        if math.isinf(there) or not there > 0:
+            return 1.0
+        return (noise.variance + square) / there
+
+    def explain(self, ratio: float, noise: Noise | None) -> tuple[str, ...]:
+        """The gain, and how far it is held back by what is not known."""
+        if ratio == 1:
+            return ()
+        if noise is None:
+            return ("adascale: no gradient noise measured yet",)
+        gain = AdaScale.scale(self, ratio, noise)
+        best = AdaScale.scale(self, ratio, Noise(noise.variance, noise.sq_norm))
+        doubt = "" if abs(best / gain - 1) < 0.05 else f", {best:.3g} once |G|^2 is known better"
+        return (f"adascale: gain {gain:.3g} of {ratio:.3g}{doubt}",)
 
     def doubt(self, optimizer: str) -> str | None:
         """The gain is that of plain SGD."""
@@ -121,6 +157,10 @@ class AdaScaleSquareRoot(AdaScale):
     def scale(self, ratio: float, noise: Noise | None = None) -> float:
         """``sqrt(r)``."""
         return math.sqrt(super().scale(ratio, noise))
+
+    def gain(self, scale: float) -> float:
+        """``r``, of which the multiplier is the root."""
+        return scale * scale
 
     def doubt(self, optimizer: str) -> str | None:
         """SGD's step takes the whole gain."""

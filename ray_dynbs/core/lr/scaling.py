@@ -34,8 +34,8 @@ class Scaling:
         reference_batch_size: The batch the base LR was tuned for, rows.
         warmup_epochs: Passes over which the multiplier is phased in, at the reference batch.
         ramp_steps: Steps over which a change of the multiplier is phased in, 0 for at once.
-        scale_weight_decay: Multiply weight decay by ``sqrt(k)``: with the LR at ``sqrt(k)`` that keeps
-            ``B / (LR x decay x rows)`` constant.
+        scale_weight_decay: Multiply weight decay by k over the LR's multiplier, ``sqrt(k)`` where that is
+            ``sqrt(k)``: it keeps ``B / (LR x decay x rows)`` constant.
     """
 
     rule: LRRule = field(default_factory=NoScaling)
@@ -54,5 +54,5 @@ class Scaling:
         """
         ratio = batch_size / self.reference_batch_size
         warmed = warmed_scale(scale, epochs_seen, self.warmup_epochs * self.rule.warmup(ratio))
-        decay = ratio**0.5 if self.scale_weight_decay else 1.0
+        decay = ratio / scale if self.scale_weight_decay else 1.0
         return Adjustment(warmed, ratio, self.rule, decay)

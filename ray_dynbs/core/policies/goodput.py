@@ -7,6 +7,7 @@ second from the gradient noise scale.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -26,6 +27,8 @@ from ray_dynbs.core.policy import Proposal, State, View
 
 KEPT_KINDS = 50
 CANDIDATES_PER_OCTAVE = 8
+FULL_ENOUGH = 0.75
+"""Mean rows of the steps over the batch size below which their time says nothing about that size."""
 REMEMBERED = 0.5
 """Weight of the time known so far when the same kind of step is seen again."""
 
@@ -62,7 +65,9 @@ class Goodput:
                 f"goodput: step_time_s {view.signal.why_missing('step_time_s')}: hold"
             ), state
         if not noise.within(self.tolerance) or not noise.value > 0:
-            return proposal.because(f"goodput: noise_scale {noise.value:.4g}, not known well: wait"), state
+            error = f"{noise.relative_error:.0%}" if math.isfinite(noise.relative_error) else "unknown"
+            said = f"goodput: noise_scale {noise.value:.4g} +- {error}, {self.tolerance:.0%} allowed"
+            return proposal.because(f"{said}: wait"), state
         seen = from_rows(state["seen"])
         reference = view.reference_batch_size or size
         if len({(each.ranks, each.micro, each.extra) for each in seen}) < 2:
@@ -70,7 +75,7 @@ class Goodput:
         model = fit_step_time(seen)
         here = _goodput(model, size, noise.value, reference, view)
         best = max(
-            _candidates(size, reference, int(state["largest"])),
+            _candidates(size, reference, int(state["largest"]), view),
             key=lambda batch: _goodput(model, batch, noise.value, reference, view),
         )
         more = _goodput(model, best, noise.value, reference, view) / here - 1
@@ -85,12 +90,15 @@ class Goodput:
         here = efficiency(size, noise, reference)
         twice = 2 * efficiency(2 * size, noise, reference) / here - 1
         half = efficiency(size // 2, noise, reference) / here - 1
-        if twice >= max(self.gain, half):
-            wanted = 2 * size
+        _, largest = view.bounds or (1, 2 * size)
+        if twice >= max(self.gain, half) and largest > size:
+            wanted = min(2 * size, largest)
         elif half >= self.gain and size // 2 >= reference:
             wanted = size // 2
         else:
-            return proposal.because(f"goodput: {2 * size} gives at most {twice:+.1%}, half {half:+.1%}: hold")
+            below = f" (below the reference batch of {reference})" if size // 2 < reference else ""
+            said = f"goodput: {2 * size} gives at most {twice:+.1%}, half {half:+.1%}{below}"
+            return proposal.because(f"{said}: hold")
         return proposal.because(
             f"goodput: {size} -> {wanted} to learn the step time", global_batch_size=wanted
         )
@@ -99,6 +107,10 @@ class Goodput:
 def _remember(state: State, view: View) -> State:
     seconds, plan = view.signal.step_time_s, view.plan
     if seconds is None or not PLAUSIBLE_S[0] < seconds < PLAUSIBLE_S[1]:
+        return state
+    # A pass's last step has fewer rows: where it weighs, the mean time is not that of a full step.
+    full = view.signal.rows / (view.signal.num_steps * plan.global_batch_size) if view.signal.rows else 1.0
+    if full < FULL_ENOUGH:
         return state
     new = Observation(plan.world_size, plan.micro_batch_size, plan.grad_accum_steps - 1, seconds)
     kept = []
@@ -114,13 +126,17 @@ def _remember(state: State, view: View) -> State:
     }
 
 
-def _candidates(size: int, reference: int, largest_seen: int) -> Sequence[int]:
-    """Sizes from the reference to twice the largest seen, evenly in their logarithm, and the one in use."""
+def _candidates(size: int, reference: int, largest_seen: int, view: View) -> Sequence[int]:
+    """Sizes from the reference to twice the largest seen, evenly in their logarithm, and the one in use.
+
+    None beyond the run's bounds: a gain that cannot be had would make a small one look worth a change.
+    """
     top, found, exact = 2 * max(largest_seen, size), [size], float(min(reference, size))
     while round(exact) <= top:
         found.append(round(exact))
         exact *= 2 ** (1 / CANDIDATES_PER_OCTAVE)
-    return sorted(set(found))
+    smallest, largest = view.bounds or (1, top)
+    return sorted({min(max(each, smallest), largest) for each in found})
 
 
 def _goodput(model: StepTimeModel, batch: int, noise: float, reference: int, view: View) -> float:

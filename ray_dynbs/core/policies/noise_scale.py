@@ -41,14 +41,20 @@ class FollowNoiseScale(Stateless):
         if noise is None or view.signal.pieces is None:
             return proposal.because(f"noise_scale {view.signal.why_missing('pieces')}: hold"), state
         if not noise.within(self.tolerance) or not noise.value > 0:
-            return proposal.because(f"noise_scale {_shown(noise.value, noise.relative_error)}: wait"), state
+            said = f"noise_scale {_shown(noise.value, noise.relative_error)}, {self.tolerance:.0%} allowed"
+            return proposal.because(f"{said}: wait"), state
         target = self.multiplier * noise.value
         shown = f"noise_scale {_shown(noise.value, noise.relative_error)}"
         if self.multiplier != 1:
             shown += f" x {self.multiplier:g}"
+        if not 0 < target < math.inf:
+            return proposal.because(f"{shown}: no size: hold"), state
         distance = abs(math.log(target / size))
-        if distance <= max(math.log1p(self.dead_zone), SIGNIFICANT * noise.relative_error):
+        if distance <= math.log1p(self.dead_zone):
             return proposal.because(f"{shown} is near {size}: hold"), state
+        if distance <= SIGNIFICANT * noise.relative_error:
+            said = f"{shown}, within {SIGNIFICANT:g} errors of {size}: hold"
+            return proposal.because(said), state
         moved = size * min(max(target / size, 1 / self.factor), self.factor)
         wanted = max(round(moved), 1)
         return proposal.because(f"{shown}: {size} -> {wanted}", global_batch_size=wanted), state

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
+from ray_dynbs.core.estimators import PieceSums
 from ray_dynbs.core.keys import Key, check_ranges
 from ray_dynbs.core.policy import Proposal, State, Stateless, View
 
@@ -68,6 +69,10 @@ class NormTest(Stateless):
     ] = 0.5
     unbiased: Annotated[bool, Key("test against |G|^2 instead of the noisy |g|^2")] = False
     dead_zone: Annotated[float, Key("relative growth that is not worth a change", ge=0)] = 0.05
+    tolerance: Annotated[
+        float, Key("largest relative error of the squared norm tested against to act on", gt=0)
+    ] = 0.5
+    factor: Annotated[float, Key("largest factor of one move", gt=1, le=1_000)] = 2.0
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -81,9 +86,24 @@ class NormTest(Stateless):
         sq_norm = grad_sq if self.unbiased else grad_sq + variance / size
         if variance <= 0 or sq_norm <= 0:
             return proposal.because("norm_test: too few steps to tell gradient from noise: hold"), state
+        doubt = _relative_error(pieces, sq_norm)
+        if doubt > self.tolerance:
+            known = f"{doubt:.0%}" if math.isfinite(doubt) else "no"
+            return proposal.because(f"norm_test: |g|^2 known to {known} of itself: wait"), state
         error = math.sqrt(variance / size / sq_norm)
         wanted = piece_norm_test(variance, sq_norm, self.eta, size)
         said = f"norm_test: error {error:.3g} of the gradient, {self.eta:g} allowed"
         if wanted <= size * (1 + self.dead_zone):
             return proposal.because(f"{said}: hold"), state
-        return proposal.because(f"{said}: {size} -> {wanted}", global_batch_size=wanted), state
+        moved = max(min(wanted, int(size * self.factor)), size + 1)
+        step = f" ({moved} for now)" if moved < wanted else ""
+        return proposal.because(f"{said}: {size} -> {wanted}{step}", global_batch_size=moved), state
+
+
+def _relative_error(pieces: PieceSums, sq_norm: float) -> float:
+    """Standard error of the mean ``|G|^2`` of some steps, from their scatter, over a squared norm > 0."""
+    if pieces.steps < 2:
+        return math.inf
+    mean, mean_of_squares = pieces.means()[0], pieces.means()[2]
+    scatter = max(mean_of_squares - mean * mean, 0.0)
+    return math.sqrt(scatter / (pieces.steps - 1)) / sq_norm

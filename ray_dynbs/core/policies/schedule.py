@@ -48,9 +48,7 @@ class Schedule(Stateless):
         if size is None:
             first = self.stages[0][0]
             return proposal.because(f"schedule: begins at {first:g} {self.unit}: hold"), state
-        return proposal.because(
-            f"schedule: {size} from {place:g} {self.unit} on", global_batch_size=size
-        ), state
+        return proposal.because(f"schedule: {size} at {place:g} {self.unit}", global_batch_size=size), state
 
     def size_at(self, place: float) -> int | None:
         """Rows at a place of the run; ``None`` before the first stage."""

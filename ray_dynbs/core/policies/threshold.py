@@ -20,6 +20,8 @@ from ray_dynbs.core.signal import Signal
 MemoryVote = Literal["accumulate", "shrink"]
 Vote = tuple[int, str]
 """-1 shrink, 0 hold, +1 grow; and the reason in words."""
+HELPED = 0.03
+"""Change of the memory fraction that a halved micro-batch has to show for itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +142,18 @@ class Threshold:
         """Halve the micro-batch while memory is high and halving it helps.
 
         ``halved_at`` is the memory fraction at the last halving: where halving did not lower it, what
-        fills the memory is not the micro-batch, and halving again would only cost speed.
+        fills the memory is not the micro-batch, and halving again would only cost speed. So a reading that
+        wavers around the limit costs one halving, and not one each time.
         """
         used, micro = view.signal.memory_fraction, view.plan.micro_batch_size
-        if used is None or used <= self.memory_high:
-            return proposal, None
+        if used is None:
+            return proposal, halved_at
+        if halved_at is not None and used < halved_at - HELPED:
+            halved_at = None
+        if used <= self.memory_high:
+            return proposal, halved_at
         high = f"memory {used:.2f} > {self.memory_high:g}"
-        if halved_at is not None and used >= halved_at:
+        if halved_at is not None and used < halved_at + HELPED:
             return proposal.because(f"{high}, but halving the micro-batch did not lower it: kept"), halved_at
         if micro == 1:
             return proposal.because(f"{high}, but the micro-batch is 1 already: kept"), halved_at
