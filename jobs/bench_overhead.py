@@ -112,9 +112,9 @@ def round_trips(repeats: int) -> dict[str, Any]:
 
 def timed_worker(loop_config: dict[str, Any]) -> dict[str, Any]:
     """Our worker, with the time of every epoch."""
-    from ray_dynbs.cluster.worker import Worker
+    from ray_dynbs.cluster.worker import open_worker
 
-    worker = Worker(loop_config["input"])
+    worker = open_worker(loop_config["input"])
     times = []
     for _ in range(loop_config["input"].config.epochs):
         started = time.perf_counter()
@@ -232,7 +232,8 @@ def timed_steps(rank: int, store: str, millions: int, repeats: int, queue: Any) 
             lambda batch: ((model(batch) ** 2).sum(), len(batch)),
             rows=128,
             adjustment=Adjustment(),
-            measuring=watch if number % 2 == 0 else None,
+            measure="pieces" if number % 2 == 0 else None,
+            stopwatch=watch,
         )
         times[number % 2].append((time.perf_counter() - started) * 1e3)
     if rank == 0:

@@ -6,33 +6,28 @@ the same step boundary.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ray
-
-from ray_dynbs.cluster.coordinator import DecisionRequest, EpochRecord, Reply
+from ray_dynbs.cluster.coordinator import DecisionRequest, EpochRecord, Link, Reply
 from ray_dynbs.cluster.record import make_evaluation, make_row, make_signal
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.training.reports import EpochReport, Interval, Progress
 from ray_dynbs.training.world import World
-
-COORDINATOR_TIMEOUT_S = 60.0
 
 
 class Agreement:
     """One rank's part in starting, deciding and reporting.
 
     Args:
-        coordinator: Handle of the actor.
+        coordinator: The way to it, used by rank 0 alone.
         world: The ranks.
         metric: Name of the metric that counts.
         apply: Called on every rank with each decision agreed on.
     """
 
     def __init__(
-        self, coordinator: Any, world: World, *, metric: str, apply: Callable[[Decision], None]
+        self, coordinator: Link, world: World, *, metric: str, apply: Callable[[Decision], None]
     ) -> None:
         self._coordinator, self._world, self._metric, self._apply = coordinator, world, metric, apply
         self._unsent: list[EpochRecord] = []
@@ -44,10 +39,9 @@ class Agreement:
         Raises:
             RuntimeError: the coordinator did not answer.
         """
-        group = ray.get_runtime_context().get_worker_id()
-        reply = self._ask("start", group, self._world.size, num_rows, state)
+        reply = self._ask("start", self._world.size, num_rows, state)
         if reply is None:
-            raise RuntimeError(f"the coordinator did not answer within {COORDINATOR_TIMEOUT_S:g} s")
+            raise RuntimeError("the coordinator did not answer")
         self._agree(reply)
 
     def decide(
@@ -85,7 +79,7 @@ class Agreement:
         """Put an evaluation within a pass on record; nobody waits for it."""
         if self._world.rank == 0 and validation:
             row = make_evaluation(progress, validation, self.decision, metric=self._metric)
-            self._coordinator.add_evaluation.remote(row)
+            self._coordinator.tell("add_evaluation", row)
 
     def _decide(
         self, interval: Interval, progress: Progress, validation: Mapping[str, float], world_size: int
@@ -105,11 +99,6 @@ class Agreement:
 
     def _ask(self, method: str, *args: Any) -> Reply | None:
         """A call that rank 0 makes and whose reply every rank receives; ``None`` without an answer."""
-        reply: Reply | None = None
-        if self._world.rank == 0:
-            call = getattr(self._coordinator, method).remote(*args)
-            # Silence is said by the caller; a late answer is overwritten by the next one's.
-            with contextlib.suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
-                reply = ray.get(call, timeout=COORDINATOR_TIMEOUT_S)
+        reply = self._coordinator.ask(method, *args) if self._world.rank == 0 else None
         answer: Reply | None = self._world.broadcast_object(reply)
         return answer

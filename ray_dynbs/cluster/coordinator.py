@@ -7,10 +7,11 @@ holds between calls is the journal, which it finds in the run directory when it 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -24,6 +25,7 @@ from ray_dynbs.storage.run_directory import DECISIONS, RunDirectory
 
 State = dict[str, Any]
 MOST_SHOWN = 8
+COORDINATOR_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,64 @@ def _changes_within(row: dict[str, Any], decisions: list[Decision]) -> tuple[str
 
 def _place(row: dict[str, Any]) -> tuple[int, int]:
     return row["incarnation"], row["step"]
+
+
+class Link(Protocol):
+    """The way from rank 0 to a coordinator."""
+
+    def ask(self, method: str, *args: Any) -> Reply | None:
+        """A call and its answer; ``None`` where none came in time."""
+
+    def tell(self, method: str, *args: Any) -> None:
+        """A call that nobody waits for."""
+
+
+class ActorLink:
+    """To the actor, wherever it is.
+
+    Args:
+        actor: Its handle.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def ask(self, method: str, *args: Any) -> Reply | None:
+        """A call and its answer; ``None`` where none came in time."""
+        if method == "start":  # a retried call is no other restart
+            args = (ray.get_runtime_context().get_worker_id(), *args)
+        # Silence is said by the caller; a late answer is overwritten by the next one's.
+        with contextlib.suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
+            reply: Reply = ray.get(getattr(self._actor, method).remote(*args), timeout=COORDINATOR_TIMEOUT_S)
+            return reply
+        return None
+
+    def tell(self, method: str, *args: Any) -> None:
+        """A call that nobody waits for."""
+        getattr(self._actor, method).remote(*args)
+
+
+class LocalLink:
+    """To a coordinator in rank 0's own process: a trial of a search, whose driver asks nothing of it.
+
+    Args:
+        coordinator: The object itself.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator, self._starts = coordinator, 0
+
+    def ask(self, method: str, *args: Any) -> Reply | None:
+        """A call and its answer."""
+        if method == "start":
+            self._starts += 1
+            args = (f"start {self._starts}", *args)
+        reply: Reply = getattr(self._coordinator, method)(*args)
+        return reply
+
+    def tell(self, method: str, *args: Any) -> None:
+        """A call."""
+        getattr(self._coordinator, method)(*args)
 
 
 def start_coordinator(config: Batching, run: RunDirectory) -> Any:

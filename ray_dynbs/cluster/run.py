@@ -15,6 +15,7 @@ import torch
 
 from ray_dynbs.cluster.adoption import Adoption, Optimizers, Schedulers, open_rows, restarted_without_state
 from ray_dynbs.cluster.agreement import Agreement
+from ray_dynbs.cluster.coordinator import ActorLink
 from ray_dynbs.cluster.data import Blocks
 from ray_dynbs.config.schema import LoopSettings
 from ray_dynbs.core.decision import Decision
@@ -223,7 +224,9 @@ class Run:
             )
         loop, saved = self._parts.make_loop(), self._restored
         metric = self._given.settings.metric.name
-        agreement = Agreement(self._given.coordinator, self._world, metric=metric, apply=loop.apply)
+        agreement = Agreement(
+            ActorLink(self._given.coordinator), self._world, metric=metric, apply=loop.apply
+        )
         agreement.notes += [*self._parts.doubts(), *restarted_without_state(saved)]
         if saved is not None:
             loop.load_state_dict(saved["loop"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +120,24 @@ class Parts:
         )
 
 
-def build_parts(config: Config, world: World, blocks: dict[str, Blocks]) -> Parts:
+Stores = Mapping[str, ColumnStore]
+"""Split -> its rows."""
+
+
+def open_stores(config: Config, blocks: Mapping[str, Blocks]) -> Stores:
+    """The rows as this process reads them.
+
+    Raises:
+        ConfigError: a column that is missing, or holds nulls or no numbers.
+    """
+    floats = torch.float64 if config.precision == "fp64" else None
+    return {
+        split: ColumnStore(fetch(data, config.data.timeout_s), config.data.columns, floats)
+        for split, data in blocks.items()
+    }
+
+
+def build_parts(config: Config, world: World, stores: Stores) -> Parts:
     """Build everything a worker trains with.
 
     Raises:
@@ -127,11 +145,6 @@ def build_parts(config: Config, world: World, blocks: dict[str, Blocks]) -> Part
     """
     task = load_task(config.task)
     precision = MixedPrecision(config.precision, world.device)
-    floats = torch.float64 if config.precision == "fp64" else None
-    stores = {
-        split: ColumnStore(fetch(data, config.data.timeout_s), config.data.columns, floats)
-        for split, data in blocks.items()
-    }
     progress = config.schedule_progress(stores["train"].num_rows)
     seed_everything(config.seed, 0, 0)
     model = _place(task.build_model(config), world.device, precision.weight_dtype)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ import ray.train.torch
 import torch
 
 from ray_dynbs.cluster.agreement import Agreement
+from ray_dynbs.cluster.coordinator import ActorLink, Link
 from ray_dynbs.cluster.data import Blocks
-from ray_dynbs.cluster.setup import build_parts
+from ray_dynbs.cluster.setup import Parts, build_parts, open_stores
 from ray_dynbs.config import Config
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.storage.run_directory import MODEL, RunDirectory
@@ -36,31 +39,83 @@ class WorkerInput:
 
 def train_worker(loop_config: dict[str, Any]) -> dict[str, Any]:
     """The train loop given to Ray Train; returns the best value of the metric and the epochs done."""
-    return Worker(loop_config["input"]).train()
+    return open_worker(loop_config["input"]).train()
+
+
+def open_worker(given: WorkerInput) -> Worker:
+    """This process's worker of a run under Ray Train, at its newest checkpoint's place if there is one."""
+    world = World.current(ray.train.torch.get_device())
+    parts = build_parts(given.config, world, open_stores(given.config, given.blocks))
+    saved = ray.train.get_checkpoint()
+    with saved.as_directory() if saved else contextlib.nullcontext() as folder:
+        return Worker(parts, given.run, ActorLink(given.coordinator), folder, keep=report_checkpoint)
+
+
+def report_checkpoint(epoch: int, name: str, write: Callable[[Path], None] | None) -> None:
+    """Report a checkpoint to Ray Train: a barrier that every rank passes equally often.
+
+    Args:
+        epoch: Epochs finished.
+        name: Of the checkpoint, the same on every rank.
+        write: Writes it into a folder; ``None`` on ranks that have nothing to write.
+    """
+    if write is None:
+        ray.train.report({"epoch": epoch}, checkpoint_dir_name=name)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder))
+        saved = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report({"epoch": epoch}, checkpoint=saved, checkpoint_dir_name=name)
+
+
+Keep = Callable[[int, str, "Callable[[Path], None] | None"], None]
+"""Takes a checkpoint: see :func:`report_checkpoint`."""
 
 
 class Worker:
     """One rank of a run.
 
     Args:
-        given: The driver's hand-over.
+        parts: What it trains with.
+        run: The run's directory, for the best model.
+        coordinator: The way to it.
+        restored: Folder of the checkpoint to go on from, or ``None``.
+        keep: Takes each checkpoint; ``None`` where somebody else asks for them.
     """
 
-    def __init__(self, given: WorkerInput) -> None:
-        self._given, self._config = given, given.config
-        self._world = World.current(ray.train.torch.get_device())
-        self._parts = build_parts(given.config, self._world, given.blocks)
+    def __init__(
+        self,
+        parts: Parts,
+        run: RunDirectory,
+        coordinator: Link,
+        restored: str | Path | None,
+        *,
+        keep: Keep | None = None,
+    ) -> None:
+        self._parts, self._run, self._keep = parts, run, keep
+        self._config, self._world = parts.config, parts.world
         self._best: float | None = None
         self._validation: dict[str, float] = {}
+        self._validated: dict[str, float] = {}
         self._parts.check_metrics()
-        self._loop, state, notes = self._restore()
+        self._loop, state, notes = self._restore(restored)
         self._saved_step = self._loop.progress.step
         self._saved_samples = self._loop.progress.samples_seen
         self._agreement = Agreement(
-            given.coordinator, self._world, metric=given.config.metric.name, apply=self._loop.apply
+            coordinator, self._world, metric=self._config.metric.name, apply=self._loop.apply
         )
         self._agreement.notes += notes
         self._agreement.start(self._parts.feed.num_rows, state)
+
+    @property
+    def progress(self) -> Progress:
+        """Where it is."""
+        return self._loop.progress
+
+    @property
+    def validation(self) -> dict[str, float]:
+        """Loss and metrics at the end of the last epoch; empty without validation rows."""
+        return self._validated
 
     def train(self) -> dict[str, Any]:
         """All epochs that are left."""
@@ -71,7 +126,7 @@ class Worker:
     def train_epoch(self) -> EpochReport:
         """One pass: train, evaluate, decide, save."""
         report = self._loop.train_epoch(self._parts.loss, self._after_step)
-        validation = self._evaluate()
+        validation = self._validated = self._evaluate()
         self._parts.state.schedule.after_epoch(validation.get("loss", report.totals.loss))
         self._agreement.notes += self._loop.take_notes()
         self._agreement.decide(report, self._loop.progress, validation)
@@ -104,13 +159,11 @@ class Worker:
                 self._save()
             loop.reseed()
 
-    def _restore(self) -> tuple[TrainingLoop, dict[str, Any] | None, list[str]]:
-        """The loop at the newest checkpoint's place if there is one, its manager state, and what to say."""
-        saved = ray.train.get_checkpoint()
-        if saved is None:
+    def _restore(self, folder: str | Path | None) -> tuple[TrainingLoop, dict[str, Any] | None, list[str]]:
+        """The loop at a checkpoint's place if there is one, its manager state, and what to say."""
+        if folder is None:
             return self._parts.make_loop(Progress()), None, []
-        with saved.as_directory() as folder:
-            restored = self._parts.state.load(Path(folder), self._world.device)
+        restored = self._parts.state.load(Path(folder), self._world.device)
         self._best, self._validation = restored["best"], restored["validation"]
         num_rows, notes = self._parts.feed.num_rows, []
         self._refuse_other_rows_within(restored)
@@ -155,26 +208,26 @@ class Worker:
         if self._world.rank == 0:
             buffer = io.BytesIO()
             torch.save(self._parts.state.model.state_dict(), buffer)
-            self._given.run.write_bytes(MODEL, buffer.getvalue())
+            self._run.write_bytes(MODEL, buffer.getvalue())
 
     def _save(self) -> None:
-        """Report a checkpoint to Ray Train: a barrier that every rank passes equally often."""
+        """Hand a checkpoint on, on every rank at the same step."""
         progress = self._loop.progress
         self._saved_step, self._saved_samples = progress.step, progress.samples_seen
+        if self._keep is None:
+            return
         within = f"-step-{progress.steps_in_epoch:08d}" if progress.steps_in_epoch else ""
         name = f"epoch-{progress.epoch:05d}{within}-incarnation-{self._agreement.decision.incarnation}"
-        if self._world.rank != 0:
-            ray.train.report({"epoch": progress.epoch}, checkpoint_dir_name=name)
-            return
+        self._keep(progress.epoch, name, self.write_checkpoint if self._world.rank == 0 else None)
+
+    def write_checkpoint(self, folder: Path) -> None:
+        """Everything to go on from, into a folder: on rank 0, between two steps."""
         content = {
-            "progress": progress.to_json(),
+            "progress": self._loop.progress.to_json(),
             "loop": self._loop.state_dict(),
             **self._order,
             "manager": self._agreement.state,
             "best": self._best,
             "validation": self._validation,
         }
-        with tempfile.TemporaryDirectory() as folder:
-            self._parts.state.save(Path(folder), content)
-            saved = ray.train.Checkpoint.from_directory(folder)
-            ray.train.report({"epoch": progress.epoch}, checkpoint=saved, checkpoint_dir_name=name)
+        self._parts.state.save(folder, content)

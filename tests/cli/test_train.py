@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,39 @@ def test_ctrl_c_leaves_a_run_that_resumes_and_no_process(start: Any, tmp_path: P
     assert again.wait() == 0
     assert "nothing left to do" in again.text
     assert not (tmp_path / "runs" / "digits-2").exists()
+
+
+def test_a_run_interrupted_within_its_first_epoch_goes_on_from_its_checkpoint(
+    start: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "slow_task.py").write_text(
+        "import time\n"
+        "from ray_dynbs.tasks import digits\n"
+        "from ray_dynbs.tasks.digits import build_model, datasets, metrics\n"
+        "def loss(model, batch):\n"
+        "    time.sleep(0.05 * model.training)\n"
+        "    return digits.loss(model, batch)\n"
+    )
+    arguments = ["train", str(DIGITS), "--out", "runs", "--set", "task=slow_task", "--set", "epochs=1"]
+    arguments += ["--set", "checkpoint.every={steps: 5}", "--set", "cluster.num_workers=1"]
+    command = start(*arguments)
+    checkpoints = tmp_path / "runs" / "digits" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not list(checkpoints.glob("epoch-00000-step-*")):
+        assert time.monotonic() < deadline, command.text
+        time.sleep(0.2)
+    command.watch()
+    os.killpg(command.process.pid, signal.SIGINT)
+    assert command.wait(120) == 130, command.text
+    assert "interrupted; go on with: ray-dynbs train " in command.text
+    resumed = start(*arguments, "--resume")
+    assert resumed.wait() == 0, resumed.text
+    run = RunDirectory.open(str(tmp_path / "runs" / "digits"))
+    assert [(row["incarnation"], row["rows"]) for row in run.read_epochs()] == [(1, 1437)]
+    starts = [d for d in decode_lines(run.read_text("decisions.jsonl")) if d.signal is None]
+    assert [d.incarnation for d in starts] == [0, 1]
+    kept = [path.name for path in checkpoints.iterdir() if path.name.startswith("epoch-")]
+    assert len(kept) <= 2 + 2  # num_to_keep, and what an interrupt left behind
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from ray_dynbs.config.schema import LoopSettings
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.signal import Signal
 from ray_dynbs.storage.run_directory import RunDirectory
+from ray_dynbs.training.noise import Pieces
 from ray_dynbs.training.stats import StepStats
 from tests.support import flat_weights, run_ranks, small_model
 
@@ -386,8 +387,8 @@ def test_ten_thousand_ranks_are_one_message(tmp_path: Path) -> None:
             # Every rank holds two rows; the noise scale is 6,000 rows.
             gradients = true + rng.normal(size=(ranks, 3)) * np.sqrt(6_000 / 3 / 2)
             mean, squares = gradients.mean(axis=0), (gradients**2).sum(axis=1).mean()
-            numbers = [torch.tensor(float(x)) for x in (np.sqrt(mean @ mean), squares, ranks)]
-            stats.add_pieces(numbers[0], numbers[1], numbers[2], rows)
+            numbers = [torch.tensor(float(x)) for x in (mean @ mean, squares, ranks)]
+            stats.add_pieces(Pieces(numbers[0], numbers[1], numbers[2], rows))
         signal = Signal.measured(
             num_steps=200, num_finite_steps=200, grad_norm=1.0, pieces=stats.take().pieces
         )
