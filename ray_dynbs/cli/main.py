@@ -52,6 +52,23 @@ def train(
 
 
 @app.command()
+def tune(
+    search: Annotated[Path, typer.Argument(metavar="SEARCH", help="the search's YAML file")],
+    overrides: Overrides = None,
+    out: Annotated[str | None, typer.Option(help="folder or URI for the search's directory")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="[DIR]", help="go on with this search, or the newest of this name"),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="show Ray's own output too")] = False,
+) -> None:
+    """Search policy thresholds, LR rules or any other keys, as SEARCH says."""
+    from ray_dynbs.cli.tune import tune_command
+
+    raise typer.Exit(tune_command(search, overrides or (), out=out, resume=resume, verbose=verbose))
+
+
+@app.command()
 def check(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="the run's YAML file")] = None,
     overrides: Overrides = None,

@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
+from pydantic import ValidationError
 
 from ray_dynbs.cluster.data import Blocks
+from ray_dynbs.config.errors import explain
 from ray_dynbs.config.schema import Batching, Config
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.guards.class_coverage import AUTO
@@ -41,7 +43,10 @@ def with_class_counts(settings: Settings, blocks: Blocks | None) -> Settings:
             )
         default = settings.data.label if isinstance(settings, Config) else None
         guard["class_counts"] = count_classes(blocks, guard.get("label") or default or "label")
-    return type(settings).model_validate({**settings.model_dump(), "guards": guards})
+    try:
+        return type(settings).model_validate({**settings.model_dump(), "guards": guards})
+    except ValidationError as error:
+        raise ConfigError(explain(error, model=type(settings))) from error
 
 
 def count_classes(blocks: Blocks, column: str) -> list[float]:

@@ -113,6 +113,16 @@ class Worker:
         return self._loop.progress
 
     @property
+    def seed(self) -> int:
+        """Of its random numbers."""
+        return self._config.seed
+
+    @property
+    def best(self) -> float | None:
+        """Best value of the metric so far."""
+        return self._best
+
+    @property
     def validation(self) -> dict[str, float]:
         """Loss and metrics at the end of the last epoch; empty without validation rows."""
         return self._validated

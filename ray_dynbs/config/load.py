@@ -54,6 +54,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             the wrong type or out of range; one line that begins with the file.
     """
     path = Path(path)
+    data = read_yaml(path)
+    data.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem))
+    for override in overrides:
+        apply_override(data, override)
+    _refuse_huge(data, str(path))
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {explain(error, model=Config)}") from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping.
+
+    Raises:
+        ConfigError: it does not exist, or holds something else.
+    """
     try:
         data = parse_yaml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -63,14 +80,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: holds {type(data).__name__}; allowed: a mapping of keys")
-    data.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem))
-    for override in overrides:
-        apply_override(data, override)
-    _refuse_huge(data, str(path))
-    try:
-        return Config.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {explain(error, model=Config)}") from error
+    return data
 
 
 def parse_yaml(text: str) -> Any:
@@ -108,10 +118,7 @@ def dump_yaml(config: Batching, **more: str) -> str:
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:
-    """Apply one ``section.key=value`` in place.
-
-    Choosing another ``name`` for the policy, a guard, the optimizer or the scheduler starts that section
-    anew, since the old one's keys belong to the old name; an optimizer keeps its ``lr``.
+    """Apply one ``section.key=value`` in place; see :func:`set_key`.
 
     Raises:
         ConfigError: not of that form, or a path through something that is no section.
@@ -123,43 +130,61 @@ def apply_override(data: dict[str, Any], override: str) -> None:
         parsed = parse_yaml(value)
     except ConfigError as error:
         raise ConfigError(f"--set {override}: {error}") from error
-    parts = path.strip().split(".")
+    set_key(data, path.strip(), parsed, f"--set {override}")
+
+
+def set_key(data: dict[str, Any], path: str, value: Any, where: str) -> None:
+    """Set one key of a configuration in place.
+
+    Choosing another ``name`` for the policy, a guard, the optimizer or the scheduler starts that section
+    anew, since the old one's keys belong to the old name; an optimizer keeps its ``lr``.
+
+    Args:
+        data: The configuration.
+        path: ``section.key``; list items by number.
+        value: Its value.
+        where: What asks for it, for a complaint.
+
+    Raises:
+        ConfigError: a path through something that is no section.
+    """
+    parts = path.split(".")
     if parts[0] == "guards" and len(parts) > 1:
         data.setdefault("guards", default_guards())
     node: Any = data
     for part in parts[:-1]:
-        node = _descend(node, part, override)
+        node = _descend(node, part, where)
     last = parts[-1]
     if isinstance(node, list):
-        node[_index(node, last, override)] = parsed
+        node[_index(node, last, where)] = value
         return
     if not isinstance(node, dict):
-        raise ConfigError(f"--set {override}: {parts[-2]} is {node!r}, which has no keys")
-    if last == "name" and parts[0] in _NAMED_SECTIONS and len(parts) > 1 and node.get("name") != parsed:
+        raise ConfigError(f"{where}: {parts[-2]} is {node!r}, which has no keys")
+    if last == "name" and parts[0] in _NAMED_SECTIONS and len(parts) > 1 and node.get("name") != value:
         kept = {"lr": node["lr"]} if "lr" in node and parts[0] == "optimizer" else {}
         node.clear()
         node.update(kept)
-    node[last] = parsed
+    node[last] = value
 
 
 _NAMED_SECTIONS = ("policy", "guards", "optimizer", "scheduler")
 
 
-def _descend(node: Any, part: str, override: str) -> Any:
+def _descend(node: Any, part: str, where: str) -> Any:
     if isinstance(node, list):
-        return node[_index(node, part, override)]
+        return node[_index(node, part, where)]
     if not isinstance(node, dict):
-        raise ConfigError(f"--set {override}: {node!r} has no key {part!r}")
+        raise ConfigError(f"{where}: {node!r} has no key {part!r}")
     if node.get(part) is None:
         node[part] = {}
     if not isinstance(node[part], dict | list):
-        raise ConfigError(f"--set {override}: {part} is {node[part]!r}, which has no keys")
+        raise ConfigError(f"{where}: {part} is {node[part]!r}, which has no keys")
     return node[part]
 
 
-def _index(node: list[Any], part: str, override: str) -> int:
+def _index(node: list[Any], part: str, where: str) -> int:
     if not part.isdigit() or int(part) >= len(node):
-        raise ConfigError(f"--set {override}: {part!r} is no item of a list of {len(node)}")
+        raise ConfigError(f"{where}: {part!r} is no item of a list of {len(node)}")
     return int(part)
 
 

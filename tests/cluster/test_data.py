@@ -57,13 +57,13 @@ def test_class_counts_are_taken_from_the_training_rows(tmp_path: Path) -> None:
     parts = [pa.table({"x": list(range(100)), "kind": labels}).slice(at, 25) for at in (0, 25, 50, 75)]
     blocks = prepare_data({"train": ray.data.from_arrow(parts)}, None).blocks["train"]
     guard = {"name": "class_coverage", "label": "kind", "quantile": 0.5}
-    settings = LoopSettings.model_validate({"guards": [guard], "batch": {"max": 512}})
+    settings = LoopSettings.model_validate({"guards": [guard], "batch": {"initial": 96, "max": 512}})
     counted = with_class_counts(settings, blocks)
     assert counted.guards[0]["class_counts"] == [90.0, 9.0, 1.0]
     assert with_class_counts(counted, None) is counted
     manager = counted.make_manager()
-    signal = Signal.measured(num_steps=1, num_finite_steps=1)
-    assert manager.decide(signal).plan.global_batch_size == smallest_covering_batch([90, 9, 1], 0.5)
+    signal = Signal.measured(num_steps=1, num_finite_steps=1, grad_norm=99.0)
+    assert manager.decide(signal).plan.global_batch_size == smallest_covering_batch([90, 9, 1], 0.5) > 48
     with pytest.raises(ConfigError, match=r"class_coverage needs 299 rows, batch\.max is 128"):
         with_class_counts(
             LoopSettings.model_validate(

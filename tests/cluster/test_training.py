@@ -15,6 +15,7 @@ import torch
 from ray_dynbs.cluster.data import prepare_data
 from ray_dynbs.cluster.trainer import RunResult, run_training
 from ray_dynbs.config import Config
+from ray_dynbs.config.load import dump_yaml
 from ray_dynbs.core.journal import decode_lines, replay
 from ray_dynbs.core.order import epoch_order
 from ray_dynbs.core.plan import rank_share
@@ -219,7 +220,7 @@ def test_evaluations_within_an_epoch_reach_decisions_and_the_record(tmp_path: Pa
     decisions = decode_lines(whole.read_text(DECISIONS))
     by_step = {row["step"]: row for row in evaluations}
     within = [d for d in decisions if d.signal and d.step in by_step]
-    assert len(within) >= 3
+    assert len(within) >= 2
     for decision in within:
         assert decision.signal is not None
         assert decision.signal.val_loss == by_step[decision.step]["val_loss"]
@@ -234,6 +235,7 @@ def test_evaluations_within_an_epoch_reach_decisions_and_the_record(tmp_path: Pa
     assert found.keys() == by_step.keys()
     for step, row in found.items():
         assert row["val_loss"] == pytest.approx(by_step[step]["val_loss"], rel=1e-10)
+    directory.write_text("config.yaml", dump_yaml(config))
     curve = read_history(directory).curve("val_loss")
     assert len(curve) == len(found) + 3
     assert curve == sorted(curve)

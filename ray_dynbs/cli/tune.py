@@ -1,0 +1,171 @@
+"""``ray-dynbs tune``: a search, one line per trial that ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+import yaml
+
+from ray_dynbs.cli.exits import DONE, FAILED, INTERRUPTED
+from ray_dynbs.cli.resume import NEWEST
+from ray_dynbs.cluster.session import ray_session
+from ray_dynbs.config.load import dump_yaml
+from ray_dynbs.config.search import Candidates, Search, load_search
+from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.storage.run_directory import CONFIG, RunDirectory, check_writable
+from ray_dynbs.storage.tables import parquet_bytes
+from ray_dynbs.tasks.loading import load_task
+from ray_dynbs.tasks.preflight import Preflight, preflight
+from ray_dynbs.tasks.sources import resolve_sources
+
+if TYPE_CHECKING:
+    from ray_dynbs.cluster.search.record import TrialRecord
+
+BEST, TRIALS, PAGE = "best.yaml", "trials.parquet", "search.html"
+
+
+def tune_command(
+    path: Path, overrides: Sequence[str], *, out: str | None, resume: str | None, verbose: bool
+) -> int:
+    """Search, print, and return the exit code.
+
+    Args:
+        path: The search's YAML file.
+        overrides: ``key=value`` of that file.
+        out: Where to put the search's directory, instead of the file's ``out``.
+        resume: A search's directory to go on with, ``newest`` for the newest of this name, or ``None``.
+        verbose: Show Ray's own output too.
+
+    Raises:
+        ConfigError: the input is wrong; nothing has been written then.
+    """
+    search, folder = load_search(path, overrides)
+    if out is not None:
+        search = search.model_copy(update={"out": out})
+    record = None
+    if resume is not None:
+        record = (
+            RunDirectory.newest(search.out, search.name) if resume == NEWEST else RunDirectory.open(resume)
+        )
+        search, folder = _recorded(record)
+        typer.echo(f"going on with {record.uri}, as it was recorded there")
+    candidates = Candidates(search, folder)
+    found = preflight(candidates.base)
+    for warning in found.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    check_writable(search.out)
+    with ray_session(candidates.base.cluster.address, verbose=verbose):
+        return _search(candidates, found, record)
+
+
+def _recorded(record: RunDirectory) -> tuple[Search, Path]:
+    """A search as its directory holds it.
+
+    Raises:
+        ConfigError: the directory is that of a run.
+    """
+    path = Path(record.absolute_uri) / CONFIG
+    if "space:" not in record.read_text(CONFIG):
+        raise ConfigError(f"--resume {record.uri}: a run's directory, not a search's")
+    return load_search(path)
+
+
+def _search(candidates: Candidates, found: Preflight, record: RunDirectory | None) -> int:
+    from ray_dynbs.cluster.data import prepare_data
+    from ray_dynbs.cluster.search.driver import check_room, run_search
+
+    base, search = candidates.base, candidates.search
+    check_room(candidates)
+    sources = found.sources
+    if sources is None:
+        sources = resolve_sources(base, load_task(base.task))
+    data = prepare_data(sources, base.data.columns, found.rows, base.data.timeout_s)
+    resumed = record is not None
+    if record is None:
+        record = RunDirectory.create(search.out, search.name)
+        record.write_text(CONFIG, yaml.safe_dump(candidates.recorded(), sort_keys=False, allow_unicode=True))
+    typer.echo(f"search {record.uri}: {data.num_rows['train']} rows, {_workers(candidates)} per trial")
+    lines = _Lines(candidates)
+    try:
+        records = run_search(candidates, data, record, lines.show, resume=resumed)
+    except (KeyboardInterrupt, SystemExit):
+        where = f"; go on with: ray-dynbs tune {record.uri}/{CONFIG} --resume {record.uri}"
+        typer.echo(f"interrupted{where}", err=True)
+        return INTERRUPTED
+    return _finish(candidates, record, records)
+
+
+def _workers(candidates: Candidates) -> str:
+    workers, seeds = candidates.base.cluster.worker_range[0], candidates.search.seeds
+    return f"{workers} worker{'s' * (workers > 1)}, {seeds} seed{'s' * (seeds > 1)}"
+
+
+def _finish(candidates: Candidates, folder: RunDirectory, records: list[TrialRecord]) -> int:
+    """Write what was found, and say what is best."""
+    from ray_dynbs.cluster.search.record import rank, table_row
+    from ray_dynbs.report.search import render_search
+
+    folder.write_bytes(TRIALS, parquet_bytes([table_row(record) for record in records]))
+    failed = [record for record in records if record.status == "failed"]
+    best = rank(records, candidates)
+    if not best:
+        first = failed[0].error if failed else "none was trained"
+        typer.echo(f"error: all {len(records)} trials failed; the first: {first}", err=True)
+        return FAILED
+    config = candidates.at(best[0].point)
+    named = config.model_copy(update={"name": f"{config.name}-best"})
+    folder.write_text(BEST, dump_yaml(named))
+    rows = [table_row(record) | {"results": list(record.results)} for record in records]
+    page = render_search(
+        folder.name, rows, best=best[0].trial, metric=config.metric, target=_target(candidates)
+    )
+    folder.write_text(PAGE, page)
+    typer.echo(f"best: {_said(best[0], candidates)}")
+    failures = f"; {len(failed)} failed" if failed else ""
+    typer.echo(f"done: {len(records)} trials{failures}; {folder.uri}/{BEST}, {TRIALS}, {PAGE}")
+    return DONE
+
+
+def _target(candidates: Candidates) -> dict[str, Any] | None:
+    target = candidates.search.target
+    return None if target is None else target.model_dump()
+
+
+class _Lines:
+    """One line per trial that ends.
+
+    Args:
+        candidates: The search.
+    """
+
+    def __init__(self, candidates: Candidates) -> None:
+        self._candidates, self._ended = candidates, 0
+
+    def show(self, record: TrialRecord) -> None:
+        """A trial has ended."""
+        self._ended += 1
+        typer.echo(f"trial {self._ended}: {_said(record, self._candidates)}")
+
+
+def _said(record: TrialRecord, candidates: Candidates) -> str:
+    """A trial in one line."""
+    point = ", ".join(f"{key}={_short(value)}" for key, value in record.point.items()) or "the base"
+    if record.error:
+        return f"failed: {record.error}; {point}"
+    last, name = record.last, candidates.base.metric.name
+    if not last:
+        return f"{record.status} before its first epoch; {point}"
+    spread = f" +- {last['spread']:.4f}" if len(last["values"]) > 1 else ""
+    cost = ""
+    if candidates.search.target is not None:
+        reached = record.status == "finished" and last["cost"] is not None and last["cost"] < 1e18
+        cost = f", {candidates.search.target.cost} {last['cost']:,.4g}" if reached else ", target not reached"
+    how = "" if record.status == "finished" else f" ({record.status})"
+    return f"{name} {last['value']:.4f}{spread} in {last['epoch']} epochs{how}{cost}; {point}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

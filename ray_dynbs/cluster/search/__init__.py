@@ -1,0 +1,1 @@
+"""A search: trials of many configurations, by Ray Tune."""

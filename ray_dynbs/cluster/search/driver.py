@@ -1,0 +1,157 @@
+"""The driver of a search: Ray Tune over trials that reuse their processes and share their data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray import tune
+from ray.tune.experiment import Trial as TuneTrial
+
+from ray_dynbs.cluster.data import PreparedData
+from ray_dynbs.cluster.search.group import TrialInput
+from ray_dynbs.cluster.search.prefilter import make_filter
+from ray_dynbs.cluster.search.record import TrialRecord, first_cause, record_of_result, record_of_trial
+from ray_dynbs.cluster.search.scheduler import make_scheduler
+from ray_dynbs.cluster.search.searcher import Accept, OptunaPoints, points_to_try
+from ray_dynbs.cluster.search.trial import SearchInput, Trial
+from ray_dynbs.config.search import Candidates
+from ray_dynbs.config.space import Point
+from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.storage.run_directory import RunDirectory
+
+TUNE_FOLDER = "tune"
+"""Tune's own folder inside the search's: its trials' checkpoints, and what a resume goes on from."""
+TUNE_SETTINGS = {
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no files of its own about every result
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C ends the search; what was recorded is gone on with
+    "TUNE_GLOBAL_CHECKPOINT_S": "2",
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+}
+
+
+OnTrial = Callable[[TrialRecord], None]
+
+
+def check_room(candidates: Candidates) -> None:
+    """See that the connected cluster has room for one trial.
+
+    Raises:
+        ConfigError: it has not, and nobody would ever say so; names what is missing.
+    """
+    there, search = ray.cluster_resources(), candidates.search
+    workers = candidates.base.cluster.worker_range[0]
+    for name, each in (("CPU", search.resources.cpu), ("GPU", search.resources.gpu)):
+        needed = workers * each
+        if needed > there.get(name, 0.0) + 1e-9:
+            raise ConfigError(
+                f"resources.{name.lower()} is {each:g} for each of {workers} workers: a trial needs "
+                f"{needed:g} {name}, the cluster has {there.get(name, 0.0):g}"
+            )
+
+
+def run_search(
+    candidates: Candidates, data: PreparedData, folder: RunDirectory, on_trial: OnTrial, *, resume: bool
+) -> list[TrialRecord]:
+    """Run all trials, or those that are left, on the connected cluster.
+
+    Args:
+        candidates: The search.
+        data: Its rows, prepared once.
+        folder: The search's directory, which exists.
+        on_trial: Called in this process for every trial that ends.
+        resume: Go on with what the directory holds.
+
+    Raises:
+        ConfigError: a space in which next to nothing makes a configuration.
+    """
+    os.environ.update(TUNE_SETTINGS)
+    search = candidates.search
+    given = TrialInput(data.blocks, search.seeds, search.resources.cpu, search.resources.gpu)
+    shared = SearchInput(candidates, given, folder.absolute_uri)
+    trainable: Any = tune.with_resources(tune.with_parameters(Trial, search=shared), _resources(candidates))
+    path = f"{folder.absolute_uri}/{TUNE_FOLDER}"
+    thrown_out: list[Point] = []
+    _listeners[:] = [on_trial]
+    if resume and tune.Tuner.can_restore(path):
+        tuner = tune.Tuner.restore(path, trainable, resume_unfinished=True, restart_errored=False)
+    else:
+        accept = make_filter(candidates, data.num_rows["train"], thrown_out)
+        tuner = _new_tuner(trainable, candidates, accept, shared.folder)
+    grid: Any = tuner.fit()
+    records = [record_of_result(shared.folder, result) for result in grid]
+    return [*records, *(TrialRecord("", point, "filtered") for point in thrown_out)]
+
+
+def _new_tuner(trainable: Any, candidates: Candidates, accept: Accept, folder: str) -> tune.Tuner:
+    search = candidates.search
+    mode = "min" if search.target else candidates.base.metric.mode
+    searcher, samples = None, 1
+    space: dict[str, Any] = {}
+    if search.search.algorithm == "optuna":
+        searcher = OptunaPoints(candidates, accept, mode)
+        samples = search.search.num_trials + len(search.baselines)
+    else:
+        space = {"point": tune.grid_search(points_to_try(candidates, accept))}
+    return tune.Tuner(
+        trainable,
+        param_space=space,
+        tune_config=tune.TuneConfig(
+            search_alg=searcher,
+            scheduler=make_scheduler(candidates),
+            num_samples=samples,
+            max_concurrent_trials=None if search.concurrency == "auto" else search.concurrency,
+            time_budget_s=search.time_budget_s,
+            reuse_actors=True,
+            trial_name_creator=_trial_id,
+            trial_dirname_creator=_trial_id,
+        ),
+        run_config=tune.RunConfig(
+            name=TUNE_FOLDER,
+            storage_path=folder,
+            verbose=0,
+            callbacks=[_Teller(folder)],
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=1, checkpoint_frequency=1),
+        ),
+    )
+
+
+def _trial_id(trial: TuneTrial) -> str:
+    return str(trial.trial_id)
+
+
+def _resources(candidates: Candidates) -> tune.PlacementGroupFactory:
+    """One bundle for a lone worker; for several an empty one for the trial itself and one for each."""
+    resources, workers = candidates.search.resources, candidates.base.cluster.worker_range[0]
+    each = {"CPU": resources.cpu, **({"GPU": resources.gpu} if resources.gpu else {})}
+    return tune.PlacementGroupFactory([each] if workers == 1 else [{}, *[dict(each) for _ in range(workers)]])
+
+
+_listeners: list[OnTrial] = []
+"""Who is told of trials. Tune saves its callbacks with the search, so they must not hold on to a listener."""
+
+
+class _Teller(tune.Callback):
+    """Tells the listener of this process about every trial that ends.
+
+    Args:
+        folder: Of the search.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A trial has finished, or was stopped."""
+        self._tell(trial, "")
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A trial has failed."""
+        self._tell(trial, first_cause(trial.get_error()))
+
+    def _tell(self, trial: Any, error: str) -> None:
+        for listener in _listeners:
+            listener(record_of_trial(self._folder, trial.trial_id, trial.config["point"], error))

@@ -1,0 +1,100 @@
+"""What became of each trial, and which one is the best."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray_dynbs.cluster.search.trial import RESULTS, UNREACHED
+from ray_dynbs.config.search import Candidates
+from ray_dynbs.config.space import Point
+from ray_dynbs.storage.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """One trial as it ended.
+
+    Attributes:
+        trial: Its id; empty for a candidate that was thrown out before training.
+        point: Key -> value.
+        status: ``finished``, ``stopped`` early, ``failed`` or ``filtered``.
+        results: What each epoch came to.
+        error: Why it failed.
+    """
+
+    trial: str
+    point: Point
+    status: str
+    results: tuple[dict[str, Any], ...] = ()
+    error: str = ""
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """What the last epoch came to; empty without one."""
+        return self.results[-1] if self.results else {}
+
+
+def record_of_result(folder: str, result: Any) -> TrialRecord:
+    """A trial from what Tune hands back of it."""
+    trial_id = str(result.path).rstrip("/").rpartition("/")[2]
+    return record_of_trial(folder, trial_id, (result.config or {})["point"], first_cause(result.error))
+
+
+def record_of_trial(folder: str, trial_id: str, point: Point, error: str) -> TrialRecord:
+    """A trial from its own record."""
+    text = RunDirectory(f"{folder}/trials/{trial_id}").read_text(RESULTS)
+    results: Sequence[dict[str, Any]] = json.loads(text or "[]")
+    done = bool(results) and bool(results[-1]["done"])
+    status = "failed" if error else "finished" if done else "stopped"
+    return TrialRecord(trial_id, dict(point), status, tuple(results), error)
+
+
+def first_cause(error: BaseException | None) -> str:
+    """The innermost reason of a trial's error, in one line; empty for none."""
+    if error is None:
+        return ""
+    cause = getattr(error, "cause", None) or error.__cause__ or error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(cause).__name__)[:500]
+
+
+def rank(records: Sequence[TrialRecord], candidates: Candidates) -> list[TrialRecord]:
+    """Trials that came to something, the best first: complete ones before those stopped early."""
+    sign = -1.0 if candidates.base.metric.mode == "max" else 1.0
+
+    def order(record: TrialRecord) -> tuple[bool, float, float]:
+        last = record.last
+        cost = last["cost"] if last["cost"] is not None else 0.0
+        return record.status != "finished" and cost >= UNREACHED, cost, sign * last["value"]
+
+    known = [r for r in records if r.results and r.status != "failed" and math.isfinite(r.last["value"])]
+    if candidates.search.target is None:
+        complete = [r for r in known if r.status == "finished"] or known
+        rest = [r for r in known if r not in complete]
+        return sorted(complete, key=order) + sorted(rest, key=order)
+    return sorted(known, key=order)
+
+
+def table_row(record: TrialRecord) -> dict[str, Any]:
+    """One row of ``trials.parquet``: what it came to, then its point, each key as ``param.<key>``."""
+    last = record.last
+    cost = last.get("cost")
+    return {
+        "trial": record.trial,
+        "status": record.status,
+        "epochs": last.get("epoch", 0),
+        "value": last.get("value"),
+        "spread": last.get("spread"),
+        "values": list(last["values"]) if last else None,
+        "cost": cost if cost is None or cost < UNREACHED else None,
+        "time_s": last.get("time_s"),
+        "samples": last.get("samples"),
+        "steps": last.get("steps"),
+        "batch_size": last.get("batch_size"),
+        "error": record.error or None,
+        **{f"param.{key}": value for key, value in record.point.items()},
+    }

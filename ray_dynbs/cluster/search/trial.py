@@ -1,0 +1,140 @@
+"""One trial as Ray Tune runs it, in a process that serves one trial after the other."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ray import tune
+
+from ray_dynbs.cluster.search.group import Group, OneRank, RanksInActors, TrialInput
+from ray_dynbs.config import Config
+from ray_dynbs.config.search import Candidates, TargetSection
+from ray_dynbs.storage.run_directory import RunDirectory
+
+RESULTS = "results.json"
+"""A trial's own record, in its folder: a resumed search does not train again what is complete in it."""
+UNREACHED = 1e18
+"""Cost of a target that was not reached."""
+
+
+@dataclass(frozen=True)
+class SearchInput:
+    """What every trial is given.
+
+    Attributes:
+        candidates: Makes a configuration of a point.
+        given: What it is trained on.
+        folder: Of the search; trials have theirs in ``trials``.
+    """
+
+    candidates: Candidates
+    given: TrialInput
+    folder: str
+
+
+class Trial(tune.Trainable):
+    """A point of the space, trained epoch by epoch; Tune decides after each whether it goes on."""
+
+    def setup(self, config: dict[str, Any], search: SearchInput | None = None) -> None:
+        """Begin the first trial of this process.
+
+        Raises:
+            ConfigError: the point's values do not go together.
+            TypeError: the search is missing.
+        """
+        if search is None:
+            raise TypeError("a trial needs its search")
+        self._search = search
+        self._group: Group | None = None
+        self._begin(config, None)
+
+    def _begin(self, config: dict[str, Any], restored: str | None) -> None:
+        began = time.time()
+        self._point = dict(config["point"])
+        self._config: Config = self._search.candidates.at(self._point)
+        self._record = RunDirectory(f"{self._search.folder}/trials/{self.trial_id}")
+        self._record.make()
+        self._results: list[dict[str, Any]] = []
+        self._again: list[dict[str, Any]] = []
+        earlier = json.loads(self._record.read_text(RESULTS) or "[]")
+        if restored is None and earlier and earlier[-1]["done"]:
+            self._again = earlier  # complete already: told again, not trained again
+            return
+        if self._group is None:
+            workers = self._config.cluster.worker_range[0]
+            given = self._search.given
+            self._group = OneRank(given) if workers == 1 else RanksInActors(given, workers)
+        epochs = self._group.begin(self._config, self._record.uri, restored)
+        self._results = earlier[:epochs]
+        self._began_s = began, time.time() - began
+
+    def step(self) -> dict[str, Any]:
+        """One epoch.
+
+        Raises:
+            RuntimeError: there is no trial.
+        """
+        if self._again:
+            return self._again.pop(0)
+        if self._group is None:
+            raise RuntimeError("the trial has ended")
+        found = self._group.train_epoch().to_json()
+        result = {**found, "point": self._point, "began": self._began_s[0], "start_s": self._began_s[1]}
+        result["cost"] = self._cost(result)
+        result["objective"] = (
+            result["cost"]
+            if self._search.candidates.search.target
+            else _known(result["value"], self._config.metric.mode)
+        )
+        reached = result["cost"] is not None and result["cost"] < UNREACHED
+        result["done"] = found["epoch"] >= self._config.epochs or (reached and self._target is not None)
+        self._results.append(result)
+        self._record.write_text(RESULTS, json.dumps(self._results))
+        return dict(result)
+
+    @property
+    def _target(self) -> TargetSection | None:
+        return self._search.candidates.search.target
+
+    def _cost(self, result: dict[str, Any]) -> float | None:
+        """What it took to reach the target; ``None`` without one."""
+        target = self._target
+        if target is None:
+            return None
+        value, mode = result["current"], self._config.metric.mode
+        reached = value >= target.value if mode == "max" else value <= target.value
+        return float(result[target.cost]) if reached else UNREACHED
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Begin another trial in this process: no import, no data to fetch."""
+        workers = self._search.candidates.at(new_config["point"]).cluster.worker_range[0]
+        if self._group is not None and workers != self._config.cluster.worker_range[0]:
+            self.cleanup()
+        self._begin(new_config, None)
+        return True
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Everything to go on from, also by another trial whose thresholds differ."""
+        if self._group is not None and not self._again:
+            self._group.write_checkpoints(checkpoint_dir)
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """Go on from there, with this trial's own point."""
+        self._begin({"point": self._point}, str(checkpoint))
+
+    def cleanup(self) -> None:
+        """Leave nothing behind."""
+        if self._group is not None:
+            self._group.end()
+            self._group = None
+
+
+def _known(value: float, mode: str) -> float:
+    """A number that ranks: what is not known is worse than anything."""
+    if math.isfinite(value):
+        return value
+    return -UNREACHED if mode == "max" else UNREACHED
