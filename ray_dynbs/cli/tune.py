@@ -16,15 +16,13 @@ from ray_dynbs.config.load import dump_yaml
 from ray_dynbs.config.search import Candidates, Search, load_search
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.storage.run_directory import CONFIG, RunDirectory, check_writable
-from ray_dynbs.storage.tables import parquet_bytes
+from ray_dynbs.storage.search_directory import BEST, SEARCH_PAGE, TRIALS, write_trials
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.preflight import Preflight, preflight
 from ray_dynbs.tasks.sources import resolve_sources
 
 if TYPE_CHECKING:
     from ray_dynbs.cluster.search.record import TrialRecord
-
-BEST, TRIALS, PAGE = "best.yaml", "trials.parquet", "search.html"
 
 
 def tune_command(
@@ -106,9 +104,9 @@ def _workers(candidates: Candidates) -> str:
 def _finish(candidates: Candidates, folder: RunDirectory, records: list[TrialRecord]) -> int:
     """Write what was found, and say what is best."""
     from ray_dynbs.cluster.search.record import rank, table_row
-    from ray_dynbs.report.search import render_search
+    from ray_dynbs.report.search import write_search_report
 
-    folder.write_bytes(TRIALS, parquet_bytes([table_row(record) for record in records]))
+    write_trials(folder, [table_row(record) for record in records])
     failed = [record for record in records if record.status == "failed"]
     best = rank(records, candidates)
     if not best:
@@ -118,20 +116,11 @@ def _finish(candidates: Candidates, folder: RunDirectory, records: list[TrialRec
     config = candidates.at(best[0].point)
     named = config.model_copy(update={"name": f"{config.name}-best"})
     folder.write_text(BEST, dump_yaml(named))
-    rows = [table_row(record) | {"results": list(record.results)} for record in records]
-    page = render_search(
-        folder.name, rows, best=best[0].trial, metric=config.metric, target=_target(candidates)
-    )
-    folder.write_text(PAGE, page)
+    write_search_report(folder, best[0].trial)
     typer.echo(f"best: {_said(best[0], candidates)}")
     failures = f"; {len(failed)} failed" if failed else ""
-    typer.echo(f"done: {len(records)} trials{failures}; {folder.uri}/{BEST}, {TRIALS}, {PAGE}")
+    typer.echo(f"done: {len(records)} trials{failures}; {folder.uri}/{BEST}, {TRIALS}, {SEARCH_PAGE}")
     return DONE
-
-
-def _target(candidates: Candidates) -> dict[str, Any] | None:
-    target = candidates.search.target
-    return None if target is None else target.model_dump()
 
 
 class _Lines:

@@ -96,5 +96,6 @@ def _quiet_data(verbose: bool) -> None:
     context.enable_progress_bars = verbose
     context.print_on_execution_start = verbose
     if not verbose:
-        for name in ("ray.data", "ray.train", "ray.tune"):
+        for name in ("ray.data", "ray.train"):
             logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # a failed trial is told in one line

@@ -89,10 +89,15 @@ def draw_panel(panel: Panel, histories: Sequence[History], axes: Axes) -> None:
 
 def draw_svg(panel: Panel, histories: Sequence[History]) -> str:
     """One panel as an SVG element without XML header."""
+    return svg_of(lambda axes: draw_panel(panel, histories, axes))
+
+
+def svg_of(draw_axes: Callable[[Axes], None]) -> str:
+    """Whatever is drawn into one set of axes, as an SVG element without XML header."""
     buffer = io.StringIO()
 
     def draw(figure: Any) -> None:
-        draw_panel(panel, histories, figure.subplots())
+        draw_axes(figure.subplots())
         figure.savefig(buffer, format="svg", metadata={"Date": None})
 
     _with_figure((5.6, 3.2), draw)

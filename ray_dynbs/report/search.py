@@ -1,12 +1,233 @@
-"""The page of a search."""
+"""The page of a search: its trials, what mattered, and what time bought."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import html
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ray_dynbs.report.importance import importances
+from ray_dynbs.report.page import CSS
+from ray_dynbs.report.panels import svg_of
+from ray_dynbs.storage.run_directory import CONFIG, RunDirectory
+from ray_dynbs.storage.search_directory import PARAM, SEARCH_PAGE, read_results, read_trials
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Row = Mapping[str, Any]
+FIXED_POLICY = f"{PARAM}policy.name"
+GREY, BLUE, ORANGE = "#9aa0a6", "#0072B2", "#D55E00"
 
 
-def render_search(
-    name: str, rows: Sequence[Mapping[str, Any]], *, best: str, metric: Any, target: Any
-) -> str:
-    return "<html></html>"
+@dataclass(frozen=True)
+class Trials:
+    """A search as its page sees it.
+
+    Attributes:
+        name: Of the search.
+        metric: Name and mode of the metric.
+        rows: Of ``trials.parquet``, those that trained at all.
+        others: Those that did not.
+        results: Trial -> what each epoch came to.
+        best: The best trial's id.
+        config: The search's own file.
+    """
+
+    name: str
+    metric: Mapping[str, str]
+    rows: tuple[Row, ...]
+    others: tuple[Row, ...]
+    results: Mapping[str, Sequence[Mapping[str, Any]]]
+    best: str
+    config: Mapping[str, Any]
+
+    @property
+    def sign(self) -> int:
+        """1 where more of the metric is better, else -1."""
+        return 1 if self.metric["mode"] == "max" else -1
+
+    @property
+    def params(self) -> list[str]:
+        """The keys searched."""
+        names = [name for row in (*self.rows, *self.others) for name in row if name.startswith(PARAM)]
+        return list(dict.fromkeys(names))
+
+    @property
+    def best_fixed(self) -> Row | None:
+        """The best trial of a fixed batch, to compare with; ``None`` without any."""
+        fixed = [row for row in self.rows if row.get(FIXED_POLICY) == "fixed" and row["status"] == "finished"]
+        return max(fixed, key=lambda row: self.sign * row["value"], default=None)
+
+    @property
+    def front(self) -> list[Row]:
+        """Trials that no other one beats in both time and metric, in order of time (Pareto)."""
+        found: list[Row] = []
+        for row in sorted(self.rows, key=lambda row: (row["time_s"], -self.sign * row["value"])):
+            if not found or self.sign * row["value"] > self.sign * found[-1]["value"]:
+                found.append(row)
+        return found
+
+
+def write_search_report(folder: RunDirectory, best: str) -> None:
+    """Write ``search.html`` into a search's directory.
+
+    Args:
+        folder: The directory, with its ``trials.parquet``.
+        best: Id of the best trial.
+    """
+    config = yaml.safe_load(folder.read_text(CONFIG))
+    rows = read_trials(folder)
+    trained = tuple(row for row in rows if row["value"] is not None and row["value"] == row["value"])
+    others = tuple(row for row in rows if row not in trained)
+    results = {row["trial"]: read_results(folder.absolute_uri, row["trial"]) for row in trained}
+    metric = config["base"].get("metric") or {}
+    named = {"name": metric.get("name", "loss"), "mode": metric.get("mode", "min")}
+    trials = Trials(folder.name, named, trained, others, results, best, config)
+    folder.write_text(SEARCH_PAGE, render_search(trials))
+
+
+def render_search(trials: Trials) -> str:
+    """The page."""
+    panels: list[Callable[[Axes], None]] = [
+        lambda axes: _draw_front(trials, axes),
+        lambda axes: _draw_sizes(trials, axes),
+        lambda axes: _draw_order(trials, axes),
+    ]
+    weights = importances(trials.rows, trials.params, trials.metric["mode"])
+    if weights:
+        panels.append(lambda axes: _draw_importance(weights, axes))
+    figures = "".join(f"<figure>{svg_of(panel)}</figure>" for panel in panels)
+    title = html.escape(trials.name)
+    config = html.escape(yaml.safe_dump(dict(trials.config), sort_keys=False, allow_unicode=True))
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<title>{title}</title><link rel="icon" href="data:,"><style>{CSS}</style></head>\n'
+        f"<body><h1>{title}</h1>{_summary(trials)}"
+        f'<h2>Trials</h2><div class="panels">{figures}</div>{_table(trials)}'
+        f"<details><summary><h2>The search</h2></summary><pre>{config}</pre></details></body></html>\n"
+    )
+
+
+def _summary(trials: Trials) -> str:
+    best = next((row for row in trials.rows if row["trial"] == trials.best), None)
+    fixed, name = trials.best_fixed, html.escape(trials.metric["name"])
+    lines = []
+    if best is not None:
+        lines.append(
+            f"Best: {name} {_with_spread(best)} in {best['time_s']:,.1f} s of training. {_point(best)}"
+        )
+    if fixed is not None:
+        lines.append(
+            f"Best fixed batch: {name} {_with_spread(fixed)} in {fixed['time_s']:,.1f} s. {_point(fixed)}"
+        )
+    failed = sum(row["status"] == "failed" for row in trials.others)
+    filtered = sum(row["status"] == "filtered" for row in trials.others)
+    lines.append(
+        f"{len(trials.rows)} trials trained, {sum(r['status'] == 'stopped' for r in trials.rows)} of them "
+        f"stopped early; {failed} failed; {filtered} thrown out by the simulator."
+    )
+    return "".join(f"<p>{line}</p>" for line in lines)
+
+
+def _with_spread(row: Row) -> str:
+    several = row["values"] is not None and len(row["values"]) > 1
+    return f"{row['value']:.4f}" + (f" ± {row['spread']:.4f}" if several else "")
+
+
+def _point(row: Row) -> str:
+    pairs = [(key.removeprefix(PARAM), value) for key, value in row.items() if key.startswith(PARAM)]
+    return html.escape(", ".join(f"{key}={_short(value)}" for key, value in pairs if value is not None))
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _draw_front(trials: Trials, axes: Axes) -> None:
+    for status, marker in (("finished", "o"), ("stopped", "x")):
+        rows = [row for row in trials.rows if row["status"] == status]
+        if rows:
+            axes.scatter(*_columns(rows), marker=marker, color=GREY, s=28, label=status)
+    axes.plot(*_columns(trials.front), color=BLUE, marker="o", markersize=4, label="none beats these")
+    fixed = trials.best_fixed
+    if fixed is not None:
+        axes.axhline(fixed["value"], color=ORANGE, linestyle="--", label="best fixed batch")
+        axes.plot([fixed["time_s"]], [fixed["value"]], color=ORANGE, marker="s")
+    axes.set_title(f"{trials.metric['name']} against training time (s)", loc="left", fontsize=12)
+    axes.legend(fontsize=9)
+
+
+def _columns(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
+    return [row["time_s"] for row in rows], [row["value"] for row in rows]
+
+
+def _draw_sizes(trials: Trials, axes: Axes) -> None:
+    for row in trials.rows:
+        epochs = trials.results[row["trial"]]
+        best = row["trial"] == trials.best
+        axes.plot(
+            [each["samples"] for each in epochs],
+            [each["batch_size"] for each in epochs],
+            drawstyle="steps-pre",
+            color=BLUE if best else GREY,
+            alpha=1.0 if best else 0.5,
+            linewidth=2.0 if best else 1.0,
+            zorder=3 if best else 2,
+        )
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    axes.set_title("Global batch size (rows; the best trial's in blue)", loc="left", fontsize=12)
+    axes.set_xlabel("samples seen")
+
+
+def _draw_order(trials: Trials, axes: Axes) -> None:
+    values = [row["value"] for row in trials.rows]
+    so_far = [max(values[: n + 1], key=lambda v: trials.sign * v) for n in range(len(values))]
+    numbers = range(1, len(values) + 1)
+    axes.scatter(numbers, values, color=GREY, s=28)
+    axes.plot(numbers, so_far, color=BLUE, drawstyle="steps-post")
+    axes.set_title(f"{trials.metric['name']} of each trial, and the best so far", loc="left", fontsize=12)
+    axes.set_xlabel("trial")
+
+
+def _draw_importance(weights: Mapping[str, float], axes: Axes) -> None:
+    names = sorted(weights, key=lambda name: weights[name])
+    axes.barh([name.removeprefix(PARAM) for name in names], [weights[name] for name in names], color=BLUE)
+    axes.set_title("Importance of each key (PED-ANOVA)", loc="left", fontsize=12)
+
+
+def _table(trials: Trials) -> str:
+    head = ["trial", "status", "epochs", trials.metric["name"], "time s", "steps", "batch"]
+    head += [name.removeprefix(PARAM) for name in trials.params]
+    ordered = sorted(trials.rows, key=lambda row: -trials.sign * row["value"])
+    rows = [_table_row(row, trials) for row in (*ordered, *trials.others)]
+    header = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    return f'<div class="scroll"><table><tr>{header}</tr>{"".join(rows)}</table></div>'
+
+
+def _table_row(row: Row, trials: Trials) -> str:
+    if row in trials.others:
+        cells = [row["trial"] or "-", row["status"], str(row["epochs"]), "-", "-", "-", "-"]
+    else:
+        cells = [
+            row["trial"],
+            row["status"],
+            str(row["epochs"]),
+            _with_spread(row),
+            f"{row['time_s']:,.1f}",
+            f"{row['steps']:,.0f}",
+            f"{row['batch_size']:,.0f}",
+        ]
+    cells += ["" if row[name] is None else _short(row[name]) for name in trials.params]
+    kind = "change" if row["trial"] == trials.best else ""
+    text = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+    error = row["error"]
+    more = (
+        "" if error is None else f'<tr><td class="text" colspan="{len(cells)}">{html.escape(error)}</td></tr>'
+    )
+    return f'<tr class="{kind}">{text}</tr>{more}'

@@ -200,7 +200,7 @@ class RunDirectory:
 
     def read_epochs(self) -> list[dict[str, Any]]:
         """The rows of ``epochs.parquet``; none where it does not exist yet."""
-        return self._read_rows(EPOCHS)
+        return self.read_rows(EPOCHS)
 
     def write_epochs(self, rows: list[dict[str, Any]]) -> None:
         """Replace ``epochs.parquet``."""
@@ -208,13 +208,14 @@ class RunDirectory:
 
     def read_evaluations(self) -> list[dict[str, Any]]:
         """The rows of ``evaluations.parquet``, those within epochs; none where it does not exist."""
-        return self._read_rows(EVALUATIONS)
+        return self.read_rows(EVALUATIONS)
 
     def write_evaluations(self, rows: list[dict[str, Any]]) -> None:
         """Replace ``evaluations.parquet``."""
         self._write_rows(EVALUATIONS, rows, EVALUATION_SCHEMA)
 
-    def _read_rows(self, file: str) -> list[dict[str, Any]]:
+    def read_rows(self, file: str) -> list[dict[str, Any]]:
+        """The rows of a Parquet file of the run; none where it does not exist."""
         if not self.exists(file):
             return []
         filesystem, path = self._resolve()

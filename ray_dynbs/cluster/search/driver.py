@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -13,11 +14,11 @@ from ray.tune.experiment import Trial as TuneTrial
 from ray_dynbs.cluster.data import PreparedData
 from ray_dynbs.cluster.search.group import TrialInput
 from ray_dynbs.cluster.search.prefilter import make_filter
-from ray_dynbs.cluster.search.record import TrialRecord, first_cause, record_of_result, record_of_trial
+from ray_dynbs.cluster.search.record import TrialRecord, first_cause, record_of_trial
 from ray_dynbs.cluster.search.scheduler import make_scheduler
 from ray_dynbs.cluster.search.searcher import Accept, OptunaPoints, points_to_try
 from ray_dynbs.cluster.search.trial import SearchInput, Trial
-from ray_dynbs.config.search import Candidates
+from ray_dynbs.config.search import Candidates, Search
 from ray_dynbs.config.space import Point
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.storage.run_directory import RunDirectory
@@ -75,14 +76,17 @@ def run_search(
     trainable: Any = tune.with_resources(tune.with_parameters(Trial, search=shared), _resources(candidates))
     path = f"{folder.absolute_uri}/{TUNE_FOLDER}"
     thrown_out: list[Point] = []
-    _listeners[:] = [on_trial]
+    teller = _listening(on_trial)
     if resume and tune.Tuner.can_restore(path):
         tuner = tune.Tuner.restore(path, trainable, resume_unfinished=True, restart_errored=False)
     else:
         accept = make_filter(candidates, data.num_rows["train"], thrown_out)
         tuner = _new_tuner(trainable, candidates, accept, shared.folder)
-    grid: Any = tuner.fit()
-    records = [record_of_result(shared.folder, result) for result in grid]
+    with teller as ended:
+        tuner.fit()
+    records = [
+        record_of_trial(shared.folder, each.trial_id, each.config["point"], _error(each)) for each in ended
+    ]
     return [*records, *(TrialRecord("", point, "filtered") for point in thrown_out)]
 
 
@@ -114,9 +118,14 @@ def _new_tuner(trainable: Any, candidates: Candidates, accept: Accept, folder: s
             storage_path=folder,
             verbose=0,
             callbacks=[_Teller(folder)],
-            checkpoint_config=tune.CheckpointConfig(num_to_keep=1, checkpoint_frequency=1),
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=_kept(search), checkpoint_frequency=1),
         ),
     )
+
+
+def _kept(search: Search) -> int | None:
+    """Checkpoints of a trial: the newest one, but for a population, whose members take over each other's."""
+    return None if search.search.algorithm == "pbt" else 1
 
 
 def _trial_id(trial: TuneTrial) -> str:
@@ -124,14 +133,25 @@ def _trial_id(trial: TuneTrial) -> str:
 
 
 def _resources(candidates: Candidates) -> tune.PlacementGroupFactory:
-    """One bundle for a lone worker; for several an empty one for the trial itself and one for each."""
+    """A bundle per worker; among several, an empty one, which Ray drops, for the trial itself."""
     resources, workers = candidates.search.resources, candidates.base.cluster.worker_range[0]
     each = {"CPU": resources.cpu, **({"GPU": resources.gpu} if resources.gpu else {})}
     return tune.PlacementGroupFactory([each] if workers == 1 else [{}, *[dict(each) for _ in range(workers)]])
 
 
 _listeners: list[OnTrial] = []
-"""Who is told of trials. Tune saves its callbacks with the search, so they must not hold on to a listener."""
+_ended: list[TuneTrial] = []
+"""Tune saves its callbacks with the search, so they must not hold on to who listens in this process."""
+
+
+@contextmanager
+def _listening(on_trial: OnTrial) -> Iterator[list[TuneTrial]]:
+    """Hear of every trial that ends; yields what holds all trials once the search has ended."""
+    _listeners[:], _ended[:] = [on_trial], []
+    try:
+        yield _ended
+    finally:
+        _listeners.clear()
 
 
 class _Teller(tune.Callback):
@@ -150,8 +170,16 @@ class _Teller(tune.Callback):
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial has failed."""
-        self._tell(trial, first_cause(trial.get_error()))
+        self._tell(trial, _error(trial) or "it failed without a word")
+
+    def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
+        """All trials have ended, those of an earlier part of the search included."""
+        _ended[:] = trials
 
     def _tell(self, trial: Any, error: str) -> None:
         for listener in _listeners:
             listener(record_of_trial(self._folder, trial.trial_id, trial.config["point"], error))
+
+
+def _error(trial: Any) -> str:
+    return first_cause(trial.get_error()) if trial.status == TuneTrial.ERROR else ""

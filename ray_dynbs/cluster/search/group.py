@@ -177,7 +177,7 @@ class RanksInActors:
         actor: Any = ray.remote(max_restarts=0)(Rank)
         group: Any = ray.util.get_current_placement_group()
         for rank in range(self._size):
-            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank + 1)
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
             options = {
                 "num_cpus": self._given.cpus,
                 "num_gpus": self._given.gpus,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray_dynbs.cluster.search.trial import RESULTS, UNREACHED
+from ray_dynbs.cluster.search.trial import UNREACHED
 from ray_dynbs.config.search import Candidates
 from ray_dynbs.config.space import Point
-from ray_dynbs.storage.run_directory import RunDirectory
+from ray_dynbs.storage.search_directory import PARAM, read_results
 
 
 @dataclass(frozen=True)
@@ -38,28 +37,25 @@ class TrialRecord:
         return self.results[-1] if self.results else {}
 
 
-def record_of_result(folder: str, result: Any) -> TrialRecord:
-    """A trial from what Tune hands back of it."""
-    trial_id = str(result.path).rstrip("/").rpartition("/")[2]
-    return record_of_trial(folder, trial_id, (result.config or {})["point"], first_cause(result.error))
-
-
 def record_of_trial(folder: str, trial_id: str, point: Point, error: str) -> TrialRecord:
     """A trial from its own record."""
-    text = RunDirectory(f"{folder}/trials/{trial_id}").read_text(RESULTS)
-    results: Sequence[dict[str, Any]] = json.loads(text or "[]")
+    results = read_results(folder, trial_id)
     done = bool(results) and bool(results[-1]["done"])
     status = "failed" if error else "finished" if done else "stopped"
     return TrialRecord(trial_id, dict(point), status, tuple(results), error)
 
 
-def first_cause(error: BaseException | None) -> str:
-    """The innermost reason of a trial's error, in one line; empty for none."""
+def first_cause(error: BaseException | str | None) -> str:
+    """The innermost reason of a trial's error, in one line; empty for none.
+
+    Args:
+        error: An exception, perhaps around others, or the text of a traceback, whose last line it is.
+    """
     if error is None:
         return ""
-    cause = getattr(error, "cause", None) or error.__cause__ or error
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(cause).__name__)[:500]
+    text = str(getattr(error, "cause", None) or getattr(error, "__cause__", None) or error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:500]
 
 
 def rank(records: Sequence[TrialRecord], candidates: Candidates) -> list[TrialRecord]:
@@ -96,5 +92,5 @@ def table_row(record: TrialRecord) -> dict[str, Any]:
         "steps": last.get("steps"),
         "batch_size": last.get("batch_size"),
         "error": record.error or None,
-        **{f"param.{key}": value for key, value in record.point.items()},
+        **{f"{PARAM}{key}": value for key, value in record.point.items()},
     }

@@ -27,7 +27,7 @@ def make_scheduler(candidates: Candidates) -> TrialScheduler:
     if stop.name == "asha":
         return ASHAScheduler(
             time_attr="epoch",
-            metric="value",
+            metric="score",
             mode=mode,
             max_t=epochs,
             grace_period=min(stop.grace_epochs, epochs),
@@ -35,7 +35,7 @@ def make_scheduler(candidates: Candidates) -> TrialScheduler:
         )
     if stop.name == "median":
         return MedianStoppingRule(
-            time_attr="epoch", metric="value", mode=mode, grace_period=stop.grace_epochs
+            time_attr="epoch", metric="score", mode=mode, grace_period=stop.grace_epochs
         )
     return FIFOScheduler()
 

@@ -13,10 +13,8 @@ from ray import tune
 from ray_dynbs.cluster.search.group import Group, OneRank, RanksInActors, TrialInput
 from ray_dynbs.config import Config
 from ray_dynbs.config.search import Candidates, TargetSection
-from ray_dynbs.storage.run_directory import RunDirectory
+from ray_dynbs.storage.search_directory import RESULTS, read_results, trial_directory
 
-RESULTS = "results.json"
-"""A trial's own record, in its folder: a resumed search does not train again what is complete in it."""
 UNREACHED = 1e18
 """Cost of a target that was not reached."""
 
@@ -56,11 +54,12 @@ class Trial(tune.Trainable):
         began = time.time()
         self._point = dict(config["point"])
         self._config: Config = self._search.candidates.at(self._point)
-        self._record = RunDirectory(f"{self._search.folder}/trials/{self.trial_id}")
+        self._record = trial_directory(self._search.folder, self.trial_id)
         self._record.make()
         self._results: list[dict[str, Any]] = []
         self._again: list[dict[str, Any]] = []
-        earlier = json.loads(self._record.read_text(RESULTS) or "[]")
+        # The trial's own record: a resumed search does not train again what is complete in it.
+        earlier = read_results(self._search.folder, self.trial_id)
         if restored is None and earlier and earlier[-1]["done"]:
             self._again = earlier  # complete already: told again, not trained again
             return
@@ -84,12 +83,11 @@ class Trial(tune.Trainable):
             raise RuntimeError("the trial has ended")
         found = self._group.train_epoch().to_json()
         result = {**found, "point": self._point, "began": self._began_s[0], "start_s": self._began_s[1]}
+        mode = self._config.metric.mode
+        result["score"] = _known(result["value"], mode)
+        result["current"] = _known(result["current"], mode)
         result["cost"] = self._cost(result)
-        result["objective"] = (
-            result["cost"]
-            if self._search.candidates.search.target
-            else _known(result["value"], self._config.metric.mode)
-        )
+        result["objective"] = result["score"] if self._target is None else result["cost"]
         reached = result["cost"] is not None and result["cost"] < UNREACHED
         result["done"] = found["epoch"] >= self._config.epochs or (reached and self._target is not None)
         self._results.append(result)

@@ -1,4 +1,4 @@
-"""Rows as Parquet where their columns are not known beforehand."""
+"""A search's directory: trials, their table, the best one, the page, beside its ``config.yaml``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,34 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from ray_dynbs.storage.run_directory import RunDirectory
+
+BEST, TRIALS, SEARCH_PAGE = "best.yaml", "trials.parquet", "search.html"
+TRIAL_FOLDERS, RESULTS = "trials", "results.json"
+PARAM = "param."
+"""In front of the keys of a point among the columns of ``trials.parquet``."""
+
+
+def trial_directory(search: str, trial: str) -> RunDirectory:
+    """A trial's own folder: its ``results.json``, and a run directory for every seed."""
+    return RunDirectory(f"{search}/{TRIAL_FOLDERS}/{trial}")
+
+
+def read_results(search: str, trial: str) -> list[dict[str, Any]]:
+    """What each epoch of a trial came to; empty before the first."""
+    found: list[dict[str, Any]] = json.loads(trial_directory(search, trial).read_text(RESULTS) or "[]")
+    return found
+
+
+def write_trials(search: RunDirectory, rows: Sequence[dict[str, Any]]) -> None:
+    """Replace ``trials.parquet``."""
+    search.write_bytes(TRIALS, parquet_bytes(rows))
+
+
+def read_trials(search: RunDirectory) -> list[dict[str, Any]]:
+    """The rows of ``trials.parquet``."""
+    return search.read_rows(TRIALS)
 
 
 def parquet_bytes(rows: Sequence[dict[str, Any]]) -> bytes:
