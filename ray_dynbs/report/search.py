@@ -63,6 +63,17 @@ class Trials:
         return max(fixed, key=lambda row: self.sign * row["value"], default=None)
 
     @property
+    def comparable(self) -> tuple[int, list[Row]]:
+        """The last epoch that at least half of the trials reached, and those with what they were worth at it.
+
+        Trials stopped early cannot be compared with complete ones by their last values.
+        """
+        reached = sorted((len(self.results[row["trial"]]) for row in self.rows), reverse=True)
+        epoch = reached[len(reached) // 2] if reached else 0
+        rows = [row for row in self.rows if len(self.results[row["trial"]]) >= epoch > 0]
+        return epoch, [{**row, "value": self.results[row["trial"]][epoch - 1]["value"]} for row in rows]
+
+    @property
     def front(self) -> list[Row]:
         """Trials that no other one beats in both time and metric, in order of time (Pareto)."""
         found: list[Row] = []
@@ -97,9 +108,10 @@ def render_search(trials: Trials) -> str:
         lambda axes: _draw_sizes(trials, axes),
         lambda axes: _draw_order(trials, axes),
     ]
-    weights = importances(trials.rows, trials.params, trials.metric["mode"])
+    epoch, comparable = trials.comparable
+    weights = importances(comparable, trials.params, trials.metric["mode"])
     if weights:
-        panels.append(lambda axes: _draw_importance(weights, axes))
+        panels.append(lambda axes: _draw_importance(weights, epoch, axes))
     figures = "".join(f"<figure>{svg_of(panel)}</figure>" for panel in panels)
     title = html.escape(trials.name)
     config = html.escape(yaml.safe_dump(dict(trials.config), sort_keys=False, allow_unicode=True))
@@ -195,10 +207,10 @@ def _draw_order(trials: Trials, axes: Axes) -> None:
     axes.set_xlabel("trial")
 
 
-def _draw_importance(weights: Mapping[str, float], axes: Axes) -> None:
+def _draw_importance(weights: Mapping[str, float], epoch: int, axes: Axes) -> None:
     names = sorted(weights, key=lambda name: weights[name])
     axes.barh([name.removeprefix(PARAM) for name in names], [weights[name] for name in names], color=BLUE)
-    axes.set_title("Importance of each key (PED-ANOVA)", loc="left", fontsize=12)
+    axes.set_title(f"Importance for epoch {epoch} (PED-ANOVA)", loc="left", fontsize=12)
 
 
 def _table(trials: Trials) -> str:
