@@ -84,8 +84,9 @@ format: $(STAMP) ## Fix style and formatting where that is safe
 	@$(BIN)/ruff check --fix-only $(SOURCES)
 	@$(BIN)/ruff format $(SOURCES)
 
-bench: $(STAMP) ## Measure what a decision and an epoch cost (ARGS="--quick --json FILE")
+bench: $(STAMP) ## Measure what a decision, an epoch and a trial's start cost (ARGS="--quick")
 	@$(BIN)/python jobs/bench_overhead.py $(ARGS)
+	@$(BIN)/python jobs/bench_tune.py $(ARGS)
 
 hooks: $(STAMP) ## Run the checks on every commit and the fast tests on every push
 	@$(BIN)/pre-commit install --hook-type pre-commit --hook-type pre-push

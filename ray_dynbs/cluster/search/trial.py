@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,6 @@ class Trial(tune.Trainable):
         self._begin(config, None)
 
     def _begin(self, config: dict[str, Any], restored: str | None) -> None:
-        began = time.time()
         self._point = dict(config["point"])
         self._config: Config = self._search.candidates.at(self._point)
         self._record = trial_directory(self._search.folder, self.trial_id)
@@ -69,7 +69,7 @@ class Trial(tune.Trainable):
             self._group = OneRank(given) if workers == 1 else RanksInActors(given, workers)
         epochs = self._group.begin(self._config, self._record.uri, restored)
         self._results = earlier[:epochs]
-        self._began_s = began, time.time() - began
+        self._ready_at = time.time()  # the first step is next
 
     def step(self) -> dict[str, Any]:
         """One epoch.
@@ -82,7 +82,8 @@ class Trial(tune.Trainable):
         if self._group is None:
             raise RuntimeError("the trial has ended")
         found = self._group.train_epoch().to_json()
-        result = {**found, "point": self._point, "began": self._began_s[0], "start_s": self._began_s[1]}
+        when = {"ready_at": self._ready_at, "ended_at": time.time(), "process": os.getpid()}
+        result = {**found, **when, "point": self._point}
         mode = self._config.metric.mode
         result["score"] = _known(result["value"], mode)
         result["current"] = _known(result["current"], mode)
