@@ -54,9 +54,30 @@ def tune_command(
     found = preflight(candidates.base)
     for warning in found.warnings:
         typer.echo(f"warning: {warning}", err=True)
+    _check_what_torch_knows(candidates)
     check_writable(search.out)
     with ray_session(candidates.base.cluster.address, verbose=verbose):
         return _search(candidates, found, record)
+
+
+def _check_what_torch_knows(candidates: Candidates) -> None:
+    """See that the optimizer, the scheduler and the task take the keys that the space has for them.
+
+    Raises:
+        ConfigError: with none of a key's values they do.
+    """
+    for key, domain in candidates.search.space.items():
+        if key.partition(".")[0] not in ("optimizer", "scheduler", "task_args"):
+            continue
+        complaints = []
+        for value in domain.values:
+            try:
+                preflight(candidates.at({**domain.example(), key: value}, "space"))
+                break
+            except ConfigError as error:
+                complaints.append(str(error))
+        else:
+            raise ConfigError(f"space: {key}: {complaints[0]}")
 
 
 def _recorded(record: RunDirectory) -> tuple[Search, Path]:

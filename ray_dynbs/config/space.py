@@ -67,6 +67,11 @@ class Domain(Section):
                 return False
         return True
 
+    def example(self) -> Point:
+        """Keys and values under which its condition holds."""
+        each = (self.when or {}).items()
+        return {key: wanted[0] if isinstance(wanted, list) else wanted for key, wanted in each}
+
     def draw(self, rng: np.random.Generator) -> Any:
         """A value at random."""
         if self.kind in ("choice", "grid"):

@@ -170,7 +170,7 @@ class _Teller(tune.Callback):
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial has failed."""
-        self._tell(trial, _error(trial) or "it failed without a word")
+        self._tell(trial, first_cause(trial.get_error()) or "it failed without a word")
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
         """All trials have ended, those of an earlier part of the search included."""

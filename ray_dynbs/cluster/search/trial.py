@@ -39,20 +39,28 @@ class Trial(tune.Trainable):
     """A point of the space, trained epoch by epoch; Tune decides after each whether it goes on."""
 
     def setup(self, config: dict[str, Any], search: SearchInput | None = None) -> None:
-        """Begin the first trial of this process.
+        """Take the first trial of this process; it begins with its first step, or with a checkpoint.
 
         Raises:
-            ConfigError: the point's values do not go together.
             TypeError: the search is missing.
         """
         if search is None:
             raise TypeError("a trial needs its search")
         self._search = search
         self._group: Group | None = None
-        self._begin(config, None)
+        self._take(config)
 
-    def _begin(self, config: dict[str, Any], restored: str | None) -> None:
-        self._point = dict(config["point"])
+    def _take(self, config: dict[str, Any]) -> None:
+        self._point, self._begun = dict(config["point"]), False
+
+    def _begin(self, restored: str | None) -> None:
+        """Build everything, at a checkpoint's place if there is one.
+
+        Raises:
+            ConfigError: the point's values do not go together.
+        """
+        self._begun = True
+        workers_before = self._config.cluster.worker_range[0] if self._group is not None else 0
         self._config: Config = self._search.candidates.at(self._point)
         self._record = trial_directory(self._search.folder, self.trial_id)
         self._record.make()
@@ -63,8 +71,10 @@ class Trial(tune.Trainable):
         if restored is None and earlier and earlier[-1]["done"]:
             self._again = earlier  # complete already: told again, not trained again
             return
+        workers = self._config.cluster.worker_range[0]
+        if workers_before not in (0, workers):
+            self.cleanup()
         if self._group is None:
-            workers = self._config.cluster.worker_range[0]
             given = self._search.given
             self._group = OneRank(given) if workers == 1 else RanksInActors(given, workers)
         epochs = self._group.begin(self._config, self._record.uri, restored)
@@ -77,6 +87,8 @@ class Trial(tune.Trainable):
         Raises:
             RuntimeError: there is no trial.
         """
+        if not self._begun:
+            self._begin(None)
         if self._again:
             return self._again.pop(0)
         if self._group is None:
@@ -110,20 +122,17 @@ class Trial(tune.Trainable):
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Begin another trial in this process: no import, no data to fetch."""
-        workers = self._search.candidates.at(new_config["point"]).cluster.worker_range[0]
-        if self._group is not None and workers != self._config.cluster.worker_range[0]:
-            self.cleanup()
-        self._begin(new_config, None)
+        self._take(new_config)
         return True
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Everything to go on from, also by another trial whose thresholds differ."""
-        if self._group is not None and not self._again:
+        if self._begun and self._group is not None and not self._again:
             self._group.write_checkpoints(checkpoint_dir)
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Go on from there, with this trial's own point."""
-        self._begin({"point": self._point}, str(checkpoint))
+        self._begin(str(checkpoint))
 
     def cleanup(self) -> None:
         """Leave nothing behind."""

@@ -1,0 +1,177 @@
+"""The page of a search: what it compares, and that it renders."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ray_dynbs.report.importance import importances
+from ray_dynbs.report.search import Trials, render_search, write_search_report
+from ray_dynbs.storage.run_directory import CONFIG, RunDirectory
+from ray_dynbs.storage.search_directory import (
+    RESULTS,
+    SEARCH_PAGE,
+    parquet_bytes,
+    read_trials,
+    trial_directory,
+    write_trials,
+)
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def row(
+    trial: str, value: float | None, time_s: float, *, status: str = "finished", **params: Any
+) -> dict[str, Any]:
+    return {
+        "trial": trial,
+        "status": status,
+        "epochs": 0 if value is None else 4,
+        "value": value,
+        "spread": 0.01,
+        "values": None if value is None else [value - 0.01, value + 0.01],
+        "cost": None,
+        "time_s": time_s,
+        "samples": 100.0,
+        "steps": 10.0,
+        "batch_size": 32.0,
+        "error": "ValueError: <b>worse</b>" if status == "failed" else None,
+        **{f"param.{key}": params.get(key) for key in ("policy.name", "optimizer.lr", "lr.rule")},
+    }
+
+
+ROWS = [
+    row("a", 0.90, 1.0, **{"policy.name": "fixed"}),
+    row("b", 0.95, 3.0, **{"policy.name": "fixed"}),
+    row("c", 0.97, 2.0, **{"optimizer.lr": 0.1, "lr.rule": "linear"}),
+    row("d", 0.80, 0.5, status="stopped", **{"optimizer.lr": 0.2, "lr.rule": "none"}),
+    row("e", None, 0.0, status="failed", **{"optimizer.lr": 0.3, "lr.rule": "none"}),
+    row("f", 0.60, 0.9, status="stopped", **{"optimizer.lr": 0.4, "lr.rule": "none"}),
+    row("", None, 0.0, status="filtered", **{"optimizer.lr": 9.0, "lr.rule": "none"}),
+]
+
+
+def epochs(trial: dict[str, Any]) -> list[dict[str, Any]]:
+    count = 2 if trial["status"] == "stopped" else 4
+    return [
+        {"samples": 25.0 * n, "batch_size": 8.0 * n, "value": (trial["value"] or 0) - 0.01 * (count - n)}
+        for n in range(1, count + 1)
+    ]
+
+
+def made(tmp_path: Path) -> RunDirectory:
+    folder = RunDirectory.create(str(tmp_path), "search")
+    config = {"name": "search", "base": {"metric": {"name": "accuracy", "mode": "max"}}, "space": {}}
+    folder.write_text(CONFIG, yaml.safe_dump(config))
+    write_trials(folder, ROWS)
+    for trial in ROWS:
+        if trial["trial"]:
+            own = trial_directory(folder.absolute_uri, trial["trial"])
+            own.make()
+            own.write_text(RESULTS, json.dumps(epochs(trial)))
+    return folder
+
+
+def trials() -> Trials:
+    trained = tuple(r for r in ROWS if r["value"] is not None)
+    others = tuple(r for r in ROWS if r["value"] is None)
+    results = {r["trial"]: epochs(r) for r in trained}
+    return Trials("s", {"name": "accuracy", "mode": "max"}, trained, others, results, "c", {})
+
+
+def test_front_reference_and_comparison() -> None:
+    found = trials()
+    assert [r["trial"] for r in found.front] == ["d", "a", "c"]
+    assert found.best_fixed is not None
+    assert found.best_fixed["trial"] == "b"
+    epoch, rows = found.comparable
+    assert epoch == 4
+    assert [r["trial"] for r in rows] == ["a", "b", "c"]
+    lower = Trials("s", {"name": "loss", "mode": "min"}, found.rows, (), found.results, "d", {})
+    assert [r["trial"] for r in lower.front] == ["d", "f"]
+    assert lower.best_fixed is not None
+    assert lower.best_fixed["trial"] == "a"
+
+
+def test_the_page_says_what_was_found_and_escapes_what_it_shows(tmp_path: Path) -> None:
+    folder = made(tmp_path)
+    write_search_report(folder, "c")
+    page = folder.read_text(SEARCH_PAGE)
+    assert "Best: accuracy 0.9700 ± 0.0100 in 2.0 s. optimizer.lr=0.1, lr.rule=linear" in re.sub(
+        " of training", "", page
+    )
+    assert "Best fixed batch: accuracy 0.9500 ± 0.0100" in page
+    assert "5 trials trained, 2 of them stopped early; 1 failed; 1 thrown out by the simulator." in page
+    assert "&lt;b&gt;worse&lt;/b&gt;" in page
+    assert page.count("<svg") == 3
+    assert not re.search(r"<script|src=|href=.http", page)
+
+
+def test_a_search_in_which_everything_is_alike_still_has_a_page() -> None:
+    one = trials()
+    alone = Trials("s", one.metric, one.rows[:1], (), one.results, "a", {})
+    assert render_search(alone).count("<svg") == 3
+    assert alone.comparable[0] == 4
+
+
+def test_importance_finds_the_key_that_matters() -> None:
+    rows = [
+        {
+            "value": -((0.1 * n - 1.3) ** 2) + 0.001 * (n % 3),
+            "param.x": 0.1 * n,
+            "param.y": float(n % 7),
+            "param.z": "k",
+        }
+        for n in range(30)
+    ]
+    found = importances(rows, ["param.x", "param.y", "param.z"], "max")
+    assert set(found) == {"param.x", "param.y"}
+    assert found["param.x"] > 0.8
+    assert importances(rows[:4], ["param.x", "param.y"], "max") == {}
+
+
+def test_rows_of_any_kind_become_columns(tmp_path: Path) -> None:
+    folder = RunDirectory.create(str(tmp_path), "rows")
+    rows = [
+        {"a": 1, "b": "x", "c": [1.0], "d": [1, "x"]},
+        {"a": 2.5, "b": None, "c": None, "d": "y", "e": True},
+    ]
+    write_trials(folder, rows)
+    assert read_trials(folder) == [
+        {"a": 1.0, "b": "x", "c": [1.0], "d": '[1, "x"]', "e": None},
+        {"a": 2.5, "b": None, "c": None, "d": '"y"', "e": True},
+    ]
+    assert parquet_bytes([])
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium to look at the page with")
+@pytest.mark.timeout(120)
+def test_it_renders_in_a_browser_on_a_phone_too(tmp_path: Path) -> None:
+    folder = made(tmp_path)
+    write_search_report(folder, "c")
+    for width in (500, 1200):
+        done = subprocess.run(
+            [
+                str(CHROMIUM),
+                "--headless",
+                "--no-sandbox",
+                f"--window-size={width},900",
+                "--enable-logging=stderr",
+                "--virtual-time-budget=2000",
+                "--dump-dom",
+                f"file://{folder.absolute_uri}/{SEARCH_PAGE}",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert "Best fixed batch" in done.stdout
+        assert "CONSOLE" not in done.stderr
