@@ -68,8 +68,8 @@ class Trial(tune.Trainable):
         self._again: list[dict[str, Any]] = []
         # The trial's own record: a resumed search does not train again what is complete in it.
         earlier = read_results(self._search.folder, self.trial_id)
-        if restored is None and earlier and earlier[-1]["done"]:
-            self._again = earlier  # complete already: told again, not trained again
+        if earlier and earlier[-1]["done"]:  # complete already: told again, not trained again
+            self._again = earlier if restored is None else earlier[-1:]
             return
         workers = self._config.cluster.worker_range[0]
         if workers_before not in (0, workers):
