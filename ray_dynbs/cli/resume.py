@@ -30,6 +30,8 @@ def open_run(config: Config, resume: str) -> tuple[RunDirectory, Config]:
     """
     run = RunDirectory.newest(config.out, config.name) if resume == NEWEST else RunDirectory.open(resume)
     old = parse_yaml(run.read_text(CONFIG))
+    if not isinstance(old, dict) or "task" not in old:
+        raise ConfigError(f"--resume {run.uri}: holds no run of a configuration, which has a task")
     reference = config.lr.reference_batch_size or old["lr"]["reference_batch_size"] or old["batch"]["initial"]
     config = config.model_copy(
         update={"lr": config.lr.model_copy(update={"reference_batch_size": reference})}

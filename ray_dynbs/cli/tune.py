@@ -12,8 +12,8 @@ import yaml
 from ray_dynbs.cli.exits import DONE, FAILED, INTERRUPTED
 from ray_dynbs.cli.resume import NEWEST
 from ray_dynbs.cluster.session import ray_session
-from ray_dynbs.config.load import dump_yaml
-from ray_dynbs.config.search import Candidates, Search, load_search
+from ray_dynbs.config.load import dump_yaml, parse_yaml
+from ray_dynbs.config.search import Candidates, Search, load_search, parse_search
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.storage.run_directory import CONFIG, RunDirectory, check_writable
 from ray_dynbs.storage.search_directory import BEST, SEARCH_PAGE, TRIALS, write_trials
@@ -54,13 +54,13 @@ def tune_command(
     found = preflight(candidates.base)
     for warning in found.warnings:
         typer.echo(f"warning: {warning}", err=True)
-    _check_what_torch_knows(candidates)
+    _check_what_torch_knows(candidates, found)
     check_writable(search.out)
     with ray_session(candidates.base.cluster.address, verbose=verbose):
         return _search(candidates, found, record)
 
 
-def _check_what_torch_knows(candidates: Candidates) -> None:
+def _check_what_torch_knows(candidates: Candidates, base: Preflight) -> None:
     """See that the optimizer, the scheduler and the task take the keys that the space has for them.
 
     Raises:
@@ -72,11 +72,16 @@ def _check_what_torch_knows(candidates: Candidates) -> None:
         complaints = []
         for value in domain.values:
             try:
-                preflight(candidates.at({**domain.example(), key: value}, "space"))
-                break
+                rows = preflight(candidates.at({**domain.example(), key: value}, "space")).rows
             except ConfigError as error:
                 complaints.append(str(error))
-        else:
+                continue
+            if rows != base.rows:
+                raise ConfigError(
+                    f"space: {key} {value!r} makes {rows} rows of data, the base has {base.rows}; allowed: "
+                    "keys that leave the data alone, which all trials share"
+                )
+        if len(complaints) == len(domain.values):
             raise ConfigError(f"space: {key}: {complaints[0]}")
 
 
@@ -86,15 +91,15 @@ def _recorded(record: RunDirectory) -> tuple[Search, Path]:
     Raises:
         ConfigError: the directory is that of a run.
     """
-    path = Path(record.absolute_uri) / CONFIG
-    if "space:" not in record.read_text(CONFIG):
+    data = parse_yaml(record.read_text(CONFIG))
+    if not isinstance(data, dict) or "space" not in data:
         raise ConfigError(f"--resume {record.uri}: a run's directory, not a search's")
-    return load_search(path)
+    return parse_search(data, f"{record.uri}/{CONFIG}"), Path()  # its base is written out
 
 
 def _search(candidates: Candidates, found: Preflight, record: RunDirectory | None) -> int:
     from ray_dynbs.cluster.data import prepare_data
-    from ray_dynbs.cluster.search.driver import check_room, run_search
+    from ray_dynbs.cluster.search.driver import check_room, plan_search, run_search
 
     base, search = candidates.base, candidates.search
     check_room(candidates)
@@ -102,14 +107,14 @@ def _search(candidates: Candidates, found: Preflight, record: RunDirectory | Non
     if sources is None:
         sources = resolve_sources(base, load_task(base.task))
     data = prepare_data(sources, base.data.columns, found.rows, base.data.timeout_s)
-    resumed = record is not None
+    plan = plan_search(candidates, data) if record is None else None
     if record is None:
         record = RunDirectory.create(search.out, search.name)
         record.write_text(CONFIG, yaml.safe_dump(candidates.recorded(), sort_keys=False, allow_unicode=True))
     typer.echo(f"search {record.uri}: {data.num_rows['train']} rows, {_workers(candidates)} per trial")
     lines = _Lines(candidates)
     try:
-        records = run_search(candidates, data, record, lines.show, resume=resumed)
+        records = run_search(candidates, data, record, lines.show, plan)
     except (KeyboardInterrupt, SystemExit):
         where = f"; go on with: ray-dynbs tune {record.uri}/{CONFIG} --resume {record.uri}"
         typer.echo(f"interrupted{where}", err=True)
@@ -127,12 +132,12 @@ def _finish(candidates: Candidates, folder: RunDirectory, records: list[TrialRec
     from ray_dynbs.cluster.search.record import rank, table_row
     from ray_dynbs.report.search import write_search_report
 
-    write_trials(folder, [table_row(record) for record in records])
-    failed = [record for record in records if record.status == "failed"]
     best = rank(records, candidates)
+    ranked = [*best, *(record for record in records if record not in best)]
+    write_trials(folder, [table_row(record) for record in ranked])
+    failed = [record for record in records if record.status == "failed"]
     if not best:
-        first = failed[0].error if failed else "none was trained"
-        typer.echo(f"error: all {len(records)} trials failed; the first: {first}", err=True)
+        typer.echo(f"error: {_why_nothing(records, candidates)}", err=True)
         return FAILED
     config = candidates.at(best[0].point)
     named = config.model_copy(update={"name": f"{config.name}-best"})
@@ -142,6 +147,18 @@ def _finish(candidates: Candidates, folder: RunDirectory, records: list[TrialRec
     failures = f"; {len(failed)} failed" if failed else ""
     typer.echo(f"done: {len(records)} trials{failures}; {folder.uri}/{BEST}, {TRIALS}, {SEARCH_PAGE}")
     return DONE
+
+
+def _why_nothing(records: list[TrialRecord], candidates: Candidates) -> str:
+    """Why no trial came to anything."""
+    failed = [record for record in records if record.status == "failed"]
+    if failed and len(failed) == len(records):
+        return f"all {len(records)} trials failed; the first: {failed[0].error}"
+    if failed:
+        return f"{len(failed)} of {len(records)} trials failed, the others came to nothing: {failed[0].error}"
+    if any(record.results for record in records):
+        return f"no trial reported a finite {candidates.base.metric.name}"
+    return f"no trial finished an epoch within time_budget_s ({candidates.search.time_budget_s})"
 
 
 class _Lines:

@@ -118,6 +118,11 @@ class Worker:
         return self._config.seed
 
     @property
+    def batch_size(self) -> int:
+        """Global batch in force, rows."""
+        return self._agreement.decision.plan.global_batch_size
+
+    @property
     def best(self) -> float | None:
         """Best value of the metric so far."""
         return self._best

@@ -103,4 +103,4 @@ def _allowed(model: Any, path: list[Any]) -> list[str]:
         if field is None or not hasattr(field.annotation, "model_fields"):
             return []
         model = field.annotation
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]

@@ -97,11 +97,49 @@ class Search(Section):
             raise ConfigError("search.algorithm is 'grid'; allowed: grids only, or algorithm: random")
         if algorithm == "pbt" and (any(d.when for d in self.space.values()) or self.scheduler.name != "none"):
             raise ConfigError("search.algorithm is 'pbt'; allowed: no `when`, and scheduler: {name: none}")
+        if algorithm == "pbt" and self.baselines:
+            raise ConfigError("search.algorithm is 'pbt', which would mutate baselines; allowed: none")
+        for key in self.space:
+            if key.partition(".")[0] in NOT_SEARCHED:
+                raise ConfigError(
+                    f"space: {key} cannot be searched: trials share data, workers, metric and epochs; "
+                    f"allowed: any key but {', '.join(NOT_SEARCHED)}"
+                )
+        self._check_conditions()
         if self.prefilter == "simulate" and algorithm in ("grid", "pbt"):
             raise ConfigError(
                 f"prefilter is 'simulate' and search.algorithm {algorithm!r}; allowed: random, optuna"
             )
         return self
+
+    def _check_conditions(self) -> None:
+        """A condition that can never hold would make a key disappear without a word.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        for key, domain in self.space.items():
+            for other, wanted in (domain.when or {}).items():
+                values = wanted if isinstance(wanted, list) else [wanted]
+                of = self.space.get(other)
+                if of is None:
+                    continue  # the base's, looked at with it
+                if of.kind not in ("choice", "grid") or (domain.kind == "grid" and of.kind != "grid"):
+                    raise ConfigError(
+                        f"space: {key}: when names {other}, a {of.kind}; allowed: a "
+                        f"{'grid' if domain.kind == 'grid' else 'choice or grid'}"
+                    )
+                strange = [value for value in values if value not in of.values]
+                if strange or not values:
+                    shown = strange[0] if strange else values
+                    raise ConfigError(
+                        f"space: {key}: when {other} is {shown!r}, which it never is; allowed: "
+                        f"{', '.join(map(str, of.values))}"
+                    )
+
+
+NOT_SEARCHED = ("name", "task", "data", "epochs", "metric", "cluster", "seed", "out", "checkpoint")
+"""Sections whose keys all trials have in common."""
 
 
 class Candidates:
@@ -132,9 +170,9 @@ class Candidates:
         self.base = self.at({}, "base")
         known = flattened(self.base.model_dump())
         self.known = known
-        for where, keys in [("space", search.space), *(("baselines", each) for each in search.baselines)]:
-            for key in keys:
-                self._see_that_it_exists(where, key)
+        for key in search.space:
+            self._see_that_it_exists(key)
+            self._see_that_its_condition_may_hold(key)
         for number, baseline in enumerate(search.baselines):
             self.at(baseline, f"baselines.{number}")
 
@@ -161,7 +199,27 @@ class Candidates:
         except ValidationError as error:
             raise ConfigError(f"{where}: {explain(error, model=Config)}") from error
 
-    def _see_that_it_exists(self, where: str, key: str) -> None:
+    def _see_that_its_condition_may_hold(self, key: str) -> None:
+        """A condition on a key of the base holds always or never.
+
+        Raises:
+            ConfigError: the base has no such key, or another value there.
+        """
+        for other, wanted in (self.search.space[key].when or {}).items():
+            values = wanted if isinstance(wanted, list) else [wanted]
+            if other in self.search.space:
+                continue
+            if other not in self.known:
+                raise ConfigError(
+                    f"space: {key}: when names {other!r}{nearest(other, self.known)}: no such key"
+                )
+            if self.known[other] not in values:
+                raise ConfigError(
+                    f"space: {key}: when {other} is {wanted!r}, and the base's {other} is "
+                    f"{self.known[other]!r}; allowed: that, or {other} in the space"
+                )
+
+    def _see_that_it_exists(self, key: str) -> None:
         """A misspelt key would be found in every trial, one by one.
 
         Raises:
@@ -171,15 +229,13 @@ class Candidates:
             return
         section = key.partition(".")[0]
         if section in ("policy", "guards", "optimizer", "scheduler", "task_args", "data"):
-            self._see_that_it_is_taken(where, key)
+            self._see_that_it_is_taken(key)
             return
-        raise ConfigError(f"{where}: the base has no key {key!r}{nearest(key, self.known)}")
+        raise ConfigError(f"space: the base has no key {key!r}{nearest(key, self.known)}")
 
-    def _see_that_it_is_taken(self, where: str, key: str) -> None:
+    def _see_that_it_is_taken(self, key: str) -> None:
         """The keys of these sections depend on their names: try it with each name there may be."""
-        values: list[Any] = [None]
-        if where == "space":
-            values = list(self.search.space[key].values)
+        values = list(self.search.space[key].values)
         names = self._names_for(key)
         complaints = []
         for name in names:
@@ -191,7 +247,7 @@ class Candidates:
                 return
         unknown = [text for text in complaints if "unknown" in text or "no item" in text or "no keys" in text]
         if len(unknown) == len(complaints) and unknown:
-            raise ConfigError(f"{where}: {unknown[0]}")
+            raise ConfigError(f"space: {unknown[0]}")
 
     def _names_for(self, key: str) -> list[Point]:
         """The names that the key's section may bear in this search: the base's, or the space's."""
@@ -225,7 +281,20 @@ def load_search(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Search
         if not equals:
             raise ConfigError(f"--set {override!r}: allowed: section.key=value")
         set_key(data, key.strip(), parse_yaml(value), f"--set {override}")
+    return parse_search(data, str(path)), path.parent
+
+
+def parse_search(data: Any, where: str) -> Search:
+    """Validate a search.
+
+    Args:
+        data: What the file holds.
+        where: Its name, for a complaint.
+
+    Raises:
+        ConfigError: it is none; one line that begins with the file.
+    """
     try:
-        return Search.model_validate(data), path.parent
+        return Search.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {explain(error, model=Search)}") from error
+        raise ConfigError(f"{where}: {explain(error, model=Search)}") from error

@@ -39,6 +39,8 @@ class Domain(Section):
         if self.kind in ("choice", "grid"):
             return self
         values = self.values
+        if any(not abs(value) <= MOST for value in values):
+            raise ConfigError(f"{self.kind} is {values}; allowed: numbers of at most {MOST:g}")
         if len(values) != 2 or not values[0] < values[1]:
             raise ConfigError(f"{self.kind} is {values}; allowed: [low, high] with low below high")
         if self.kind in ("loguniform", "logint") and not values[0] > 0:
@@ -86,6 +88,8 @@ class Domain(Section):
         return min(int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))), high)
 
 
+MOST = 2.0**53
+"""Beyond it whole numbers are not exact, and ranges make no sense."""
 KINDS: tuple[Kind, ...] = ("choice", "grid", "uniform", "loguniform", "int", "logint")
 Space = Mapping[str, Domain]
 

@@ -13,7 +13,7 @@ FEWEST = 6
 def importances(rows: Sequence[Mapping[str, Any]], params: Sequence[str], mode: str) -> dict[str, float]:
     """Share of each key in what made trials good (PED-ANOVA, Watanabe et al. 2023, arXiv 2304.10255).
 
-    Only over trials that have all of the keys they have in common, and keys that took several values.
+    Over the keys that most trials have, those that took several values, and the trials that have them.
 
     Args:
         rows: Trials, with ``value`` and their keys.
@@ -26,7 +26,9 @@ def importances(rows: Sequence[Mapping[str, Any]], params: Sequence[str], mode: 
     import optuna
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
-    shared = [name for name in params if sum(row[name] is not None for row in rows) >= FEWEST]
+    # Keys that only some trials have (conditions, baselines) would leave next to none with all of them.
+    counts = {name: sum(row[name] is not None for row in rows) for name in params}
+    shared = [name for name in params if counts[name] == max(counts.values()) >= FEWEST]
     rows = [row for row in rows if all(row[name] is not None for name in shared)]
     spaces = {name: _distribution([row[name] for row in rows]) for name in shared}
     varied = {name: space for name, space in spaces.items() if space is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
+COUNTED = ("finished", "stopped", "cut")
 FIXED_POLICY = f"{PARAM}policy.name"
 GREY, BLUE, ORANGE = "#9aa0a6", "#0072B2", "#D55E00"
 
@@ -30,8 +32,8 @@ class Trials:
     Attributes:
         name: Of the search.
         metric: Name and mode of the metric.
-        rows: Of ``trials.parquet``, those that trained at all.
-        others: Those that did not.
+        rows: Of ``trials.parquet``, the best first: those that count.
+        others: Those that failed, came to nothing, or were not trained.
         results: Trial -> what each epoch came to.
         best: The best trial's id.
         config: The search's own file.
@@ -58,9 +60,17 @@ class Trials:
 
     @property
     def best_fixed(self) -> Row | None:
-        """The best trial of a fixed batch, to compare with; ``None`` without any."""
-        fixed = [row for row in self.rows if row.get(FIXED_POLICY) == "fixed" and row["status"] == "finished"]
-        return max(fixed, key=lambda row: self.sign * row["value"], default=None)
+        """The best trial of a fixed batch, to compare with, complete if one is; ``None`` without any."""
+        base = self.config.get("base", {}).get("policy", {}).get("name")
+        fixed = [row for row in self.rows if (row.get(FIXED_POLICY) or base) == "fixed"]
+        complete = [row for row in fixed if row["status"] == "finished"]
+        return next(iter(complete or fixed), None)
+
+    @property
+    def target(self) -> Mapping[str, Any] | None:
+        """What trials are ranked by the cost of, where they are."""
+        found: Mapping[str, Any] | None = self.config.get("target")
+        return found
 
     @property
     def comparable(self) -> tuple[int, list[Row]]:
@@ -92,13 +102,17 @@ def write_search_report(folder: RunDirectory, best: str) -> None:
     """
     config = yaml.safe_load(folder.read_text(CONFIG))
     rows = read_trials(folder)
-    trained = tuple(row for row in rows if row["value"] is not None and row["value"] == row["value"])
+    trained = tuple(row for row in rows if row["status"] in COUNTED and _known(row["value"]))
     others = tuple(row for row in rows if row not in trained)
     results = {row["trial"]: read_results(folder.absolute_uri, row["trial"]) for row in trained}
     metric = config["base"].get("metric") or {}
     named = {"name": metric.get("name", "loss"), "mode": metric.get("mode", "min")}
     trials = Trials(folder.name, named, trained, others, results, best, config)
     folder.write_text(SEARCH_PAGE, render_search(trials))
+
+
+def _known(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def render_search(trials: Trials) -> str:
@@ -137,13 +151,24 @@ def _summary(trials: Trials) -> str:
         lines.append(
             f"Best fixed batch: {name} {_with_spread(fixed)} in {fixed['time_s']:,.1f} s. {_point(fixed)}"
         )
-    failed = sum(row["status"] == "failed" for row in trials.others)
-    filtered = sum(row["status"] == "filtered" for row in trials.others)
-    lines.append(
-        f"{len(trials.rows)} trials trained, {sum(r['status'] == 'stopped' for r in trials.rows)} of them "
-        f"stopped early; {failed} failed; {filtered} thrown out by the simulator."
-    )
+    every = (*trials.rows, *trials.others)
+    counts = {status: sum(row["status"] == status for row in every) for status in STATUSES}
+    lines.append(", ".join(f"{count} {STATUSES[status]}" for status, count in counts.items() if count) + ".")
+    if trials.target is not None:
+        reached = sum(row["cost"] is not None for row in trials.rows)
+        cost, value = html.escape(str(trials.target["cost"])), trials.target["value"]
+        lines.append(f"Ranked by {cost} until {name} {value:g}, which {reached} trials reached.")
     return "".join(f"<p>{line}</p>" for line in lines)
+
+
+STATUSES = {
+    "finished": "trials finished",
+    "stopped": "stopped early",
+    "cut": "cut by the time budget",
+    "failed": "failed",
+    "filtered": "thrown out by the simulator",
+    "unusable": "made no configuration",
+}
 
 
 def _with_spread(row: Row) -> str:
@@ -161,7 +186,7 @@ def _short(value: Any) -> str:
 
 
 def _draw_front(trials: Trials, axes: Axes) -> None:
-    for status, marker in (("finished", "o"), ("stopped", "x")):
+    for status, marker in (("finished", "o"), ("stopped", "x"), ("cut", "+")):
         rows = [row for row in trials.rows if row["status"] == status]
         if rows:
             axes.scatter(*_columns(rows), marker=marker, color=GREY, s=28, label=status)
@@ -198,7 +223,8 @@ def _draw_sizes(trials: Trials, axes: Axes) -> None:
 
 
 def _draw_order(trials: Trials, axes: Axes) -> None:
-    values = [row["value"] for row in trials.rows]
+    began = {row["trial"]: trials.results[row["trial"]][0].get("ready_at", 0.0) for row in trials.rows}
+    values = [row["value"] for row in sorted(trials.rows, key=lambda row: began[row["trial"]])]
     so_far = [max(values[: n + 1], key=lambda v: trials.sign * v) for n in range(len(values))]
     numbers = range(1, len(values) + 1)
     axes.scatter(numbers, values, color=GREY, s=28)
@@ -215,31 +241,27 @@ def _draw_importance(weights: Mapping[str, float], epoch: int, axes: Axes) -> No
 
 def _table(trials: Trials) -> str:
     head = ["trial", "status", "epochs", trials.metric["name"], "time s", "steps", "batch"]
+    if trials.target is not None:
+        head.append(f"{trials.target['cost']} to target")
     head += [name.removeprefix(PARAM) for name in trials.params]
-    ordered = sorted(trials.rows, key=lambda row: -trials.sign * row["value"])
-    rows = [_table_row(row, trials) for row in (*ordered, *trials.others)]
+    rows = [_table_row(row, trials) for row in (*trials.rows, *trials.others)]
     header = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     return f'<div class="scroll"><table><tr>{header}</tr>{"".join(rows)}</table></div>'
 
 
 def _table_row(row: Row, trials: Trials) -> str:
-    if row in trials.others:
-        cells = [row["trial"] or "-", row["status"], str(row["epochs"]), "-", "-", "-", "-"]
+    cells = [row["trial"] or "-", row["status"], str(row["epochs"])]
+    if _known(row["value"]):
+        cells += [_with_spread(row)]
+        cells += [f"{row['time_s']:,.1f}", f"{row['steps']:,.0f}", f"{row['batch_size']:,.0f}"]
     else:
-        cells = [
-            row["trial"],
-            row["status"],
-            str(row["epochs"]),
-            _with_spread(row),
-            f"{row['time_s']:,.1f}",
-            f"{row['steps']:,.0f}",
-            f"{row['batch_size']:,.0f}",
-        ]
+        cells += ["-"] * 4
+    if trials.target is not None:
+        cells.append("not reached" if row["cost"] is None else f"{row['cost']:,.4g}")
     cells += ["" if row[name] is None else _short(row[name]) for name in trials.params]
     kind = "change" if row["trial"] == trials.best else ""
     text = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-    error = row["error"]
-    more = (
-        "" if error is None else f'<tr><td class="text" colspan="{len(cells)}">{html.escape(error)}</td></tr>'
-    )
+    more = ""
+    if row["error"] is not None:
+        more = f'<tr><td class="text" colspan="{len(cells)}">{html.escape(row["error"])}</td></tr>'
     return f'<tr class="{kind}">{text}</tr>{more}'

@@ -49,7 +49,7 @@ def preflight(config: Config) -> Preflight:
     task = load_task(config.task)
     sources, rows = _look_at_data(config, task)
     model = _check_model(config, task)
-    _check_optimizer(config, task, rows.get("train"))
+    check_optimizer_and_scheduler(config, task, rows.get("train"))
     if sources is not None:
         try_task(config, task, model, sources)
     return Preflight(sources, rows, tuple(_warnings(config, rows)), _about(config, task))
@@ -107,8 +107,17 @@ def _build_somehow(config: Config, task: Any) -> Any:
         return task.build_model(config)
 
 
-def _check_optimizer(config: Config, task: Any, rows: int | None) -> None:
-    """Build the configured optimizer and scheduler once, on a single number."""
+def check_optimizer_and_scheduler(config: Config, task: Any, rows: int | None) -> None:
+    """Build the configured optimizer and scheduler once, on a single number, and step it through the run.
+
+    Args:
+        config: The configuration.
+        task: Which may bring its own.
+        rows: In a pass, where known.
+
+    Raises:
+        ConfigError: they refuse their arguments, or the LR rule does not fit them.
+    """
     weight = torch.nn.Parameter(torch.zeros(1))
     if hasattr(task, "build_optimizer"):
         return

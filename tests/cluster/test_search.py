@@ -16,9 +16,10 @@ import torch
 from ray.util.placement_group import placement_group_table
 
 from ray_dynbs.cluster.data import PreparedData, prepare_data
-from ray_dynbs.cluster.search.driver import check_room, run_search
+from ray_dynbs.cluster.search.driver import check_room, plan_search, run_search
 from ray_dynbs.cluster.search.ensemble import Ensemble
 from ray_dynbs.cluster.search.record import TrialRecord, first_cause, rank
+from ray_dynbs.cluster.search.searcher import points_to_try
 from ray_dynbs.config.search import Candidates, Search
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.journal import decode_lines, replay
@@ -117,7 +118,7 @@ def test_two_ranks_come_to_what_one_comes_to(tmp_path: Path) -> None:
 
 
 def record(trial: str, value: float, status: str = "finished", cost: float | None = None) -> TrialRecord:
-    result = {"value": value, "cost": cost, "epoch": 1, "done": status == "finished"}
+    result = {"value": value, "cost": cost, "epoch": 1, "time_s": 1.0, "done": status == "finished"}
     return TrialRecord(trial, {}, status, (result,))
 
 
@@ -126,6 +127,8 @@ def test_complete_trials_are_ranked_before_those_stopped_early() -> None:
     rows = [record("a", 0.3), record("b", 0.1, "stopped"), record("c", 0.2), record("d", float("nan"))]
     assert [r.trial for r in rank([*rows, TrialRecord("e", {}, "failed")], lower)] == ["c", "a", "b"]
     assert [r.trial for r in rank([record("b", 0.1, "stopped")], lower)] == ["b"]
+    alike = [record(trial, 0.1) for trial in "zxy"]
+    assert [r.trial for r in rank(alike, lower)] == ["x", "y", "z"]
     target = make({"optimizer.lr": {"choice": [0.02]}}, target={"value": 0.2, "cost": "steps"})
     rows = [record("a", 0.1, cost=90.0), record("b", 0.19, cost=20.0), record("c", 0.5, "stopped", 1e18)]
     assert [r.trial for r in rank(rows, target)] == ["b", "a", "c"]
@@ -152,7 +155,8 @@ def searched(
     told: list[TrialRecord] = []
     run = RunDirectory(str(folder))
     run.make()
-    return run_search(candidates, data, run, told.append, resume=resume), told
+    plan = None if resume else plan_search(candidates, data)
+    return run_search(candidates, data, run, told.append, plan), told
 
 
 def left_over() -> tuple[list[str], list[Any], float]:
@@ -251,6 +255,58 @@ def test_candidates_the_simulator_thinks_little_of_are_not_trained(
     assert len(trained) == 5
     assert out
     assert max(out) < min(trained)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_optuna_where_hardly_anything_fits_says_so_trial_by_trial(data: PreparedData, tmp_path: Path) -> None:
+    """The batch's bounds exclude the whole space: each trial is in the table with its complaint."""
+    candidates = make({"batch.initial": {"int": [300, 400]}}, search={"algorithm": "optuna", "num_trials": 2})
+    records, told = searched(candidates, data, tmp_path)
+    assert [r.status for r in records] == ["failed"] * 2
+    assert all("initial is 3" in r.error and "allowed: 2 to 61" in r.error for r in (*records, *told))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_budget_cuts_trials_and_baselines_are_trained_to_their_end(
+    data: PreparedData, tmp_path: Path
+) -> None:
+    space = {"optimizer.lr": {"loguniform": [1e-4, 0.05]}}
+    cut = make(
+        space, {"epochs": 100_000}, search={"num_trials": 1}, scheduler={"name": "none"}, time_budget_s=15
+    )
+    (only,), _ = searched(cut, data, tmp_path / "cut")
+    assert only.status == "cut"
+    assert 0 < only.last["epoch"] < 100_000
+    baseline = {"optimizer.lr": 1e-9}
+    halved = make(
+        space,
+        {"epochs": 9},
+        search={"num_trials": 6},
+        baselines=[baseline],
+        scheduler={"name": "asha", "grace_epochs": 1},
+    )
+    records, _ = searched(halved, data, tmp_path / "halved")
+    assert next(r for r in records if r.point == baseline).status == "finished"
+    assert "stopped" in {r.status for r in records}
+
+
+def test_grid_points_that_make_no_configuration_are_in_the_table(tmp_path: Path) -> None:
+    candidates = make({"lr.rule": {"grid": ["none", "adam_sde", "nonsense"]}}, search={"algorithm": "grid"})
+    unusable: list[Any] = []
+    assert points_to_try(candidates, lambda _: True, unusable) == [{"lr.rule": "none"}]
+    assert [point["lr.rule"] for point, _ in unusable] == ["adam_sde", "nonsense"]
+    assert "changes betas, and SGD has none" in unusable[0][1]
+    candidates = make({"lr.rule": {"choice": ["none", "adam_sde"]}}, search={"num_trials": 9})
+    points = points_to_try(candidates, lambda _: True, [])
+    assert points == [{"lr.rule": "none"}] * 9
+    candidates = make({"lr.rule": {"choice": ["none", "sqrt"]}}, search={"num_trials": 9})
+    with pytest.raises(ConfigError, match="draws in a row is worth training; the last: prefilter: the sim"):
+        points_to_try(candidates, lambda _: False, [])
+    with pytest.raises(ConfigError, match=r"no point makes a configuration; the first: point: lr\.rule is"):
+        points_to_try(make({"lr.rule": {"grid": ["x"]}}, search={"algorithm": "grid"}), lambda _: True, [])
 
 
 @pytest.mark.ray

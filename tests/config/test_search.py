@@ -147,7 +147,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown guard": ({"space": {"guards.5.epochs": {"int": [1, 2]}}}, "'5' is no item of a list of 2"),
     "baseline's key": (
         {"space": {"optimizer.lr": {"uniform": [0.1, 1.0]}}, "baselines": [{"batch.size": 3}]},
-        "baselines: the base has no key 'batch.size'",
+        "baselines.0: batch.size: unknown key",
     ),
     "baseline's value": (
         {"space": {"optimizer.lr": {"uniform": [0.1, 1.0]}}, "baselines": [{"batch.initial": 0}]},
@@ -191,6 +191,55 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"space": {"optimizer.lr": {"uniform": [0.1, 1.0]}}, "search": {"algorithm": "optima"}},
         "search.algorithm is 'optima' (did you mean 'optuna'?)",
     ),
+    "data": ({"space": {"data.train": {"choice": ["a"]}}}, "space: data.train cannot be searched"),
+    "epochs": ({"space": {"epochs": {"grid": [2, 6]}}}, "space: epochs cannot be searched"),
+    "workers": ({"space": {"cluster.num_workers": {"grid": [1, 2]}}}, "cluster.num_workers cannot be"),
+    "seed": ({"space": {"seed": {"int": [1, 2]}}}, "space: seed cannot be searched"),
+    "condition's key": (
+        {"space": {"optimizer.lr": {"choice": [0.1], "when": {"polcy.name": "threshold"}}}},
+        "when names 'polcy.name' (did you mean 'policy.name'?): no such key",
+    ),
+    "condition's value": (
+        {"space": {"optimizer.lr": {"choice": [0.1], "when": {"policy.name": "treshold"}}}},
+        "when policy.name is 'treshold', and the base's policy.name is 'threshold'; allowed: that",
+    ),
+    "condition never": (
+        {
+            "space": {
+                "lr.rule": {"choice": ["none", "linear"]},
+                "lr.max_scale": {"uniform": [1.5, 8.0], "when": {"lr.rule": "sqrt"}},
+            }
+        },
+        "when lr.rule is 'sqrt', which it never is; allowed: none, linear",
+    ),
+    "condition on a range": (
+        {
+            "space": {
+                "optimizer.lr": {"uniform": [0.1, 0.2]},
+                "lr.ramp_steps": {"int": [1, 8], "when": {"optimizer.lr": 0.1}},
+            }
+        },
+        "when names optimizer.lr, a uniform; allowed: a choice or grid",
+    ),
+    "grid on a choice": (
+        {
+            "space": {
+                "lr.rule": {"choice": ["none", "linear"]},
+                "lr.max_scale": {"grid": [2.0, 4.0], "when": {"lr.rule": "linear"}},
+            }
+        },
+        "when names lr.rule, a choice; allowed: a grid",
+    ),
+    "huge": ({"space": {"lr.ramp_steps": {"int": [1, 10**17]}}}, "allowed: numbers of at most 9.0072e+15"),
+    "pbt and baselines": (
+        {
+            "space": {"optimizer.lr": {"uniform": [0.1, 1.0]}},
+            "search": {"algorithm": "pbt"},
+            "scheduler": {"name": "none"},
+            "baselines": [{"optimizer.lr": 0.2}],
+        },
+        "search.algorithm is 'pbt', which would mutate baselines",
+    ),
     "base": (
         {"base": {**BASE, "epochs": 0}, "space": {"optimizer.lr": {"choice": [0.1]}}},
         "base: epochs is 0",
@@ -214,6 +263,14 @@ def test_wrong_input(case: str, tmp_path: Path) -> None:
         Candidates(*load_search(tmp_path / "s.yaml"))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_baseline_may_have_a_policy_of_its_own() -> None:
+    found = candidates(
+        {"optimizer.lr": {"choice": [0.1]}},
+        baselines=[{"policy.name": "noise_scale", "policy.multiplier": 2.0}],
+    )
+    assert found.at(found.search.baselines[0]).policy["multiplier"] == 2.0
 
 
 def test_keys_of_a_policy_that_the_space_chooses_are_known() -> None:

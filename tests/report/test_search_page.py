@@ -48,12 +48,14 @@ def row(
 
 
 ROWS = [
-    row("a", 0.90, 1.0, **{"policy.name": "fixed"}),
-    row("b", 0.95, 3.0, **{"policy.name": "fixed"}),
     row("c", 0.97, 2.0, **{"optimizer.lr": 0.1, "lr.rule": "linear"}),
+    row("b", 0.95, 3.0, **{"policy.name": "fixed"}),
+    row("a", 0.90, 1.0, **{"policy.name": "fixed"}),
     row("d", 0.80, 0.5, status="stopped", **{"optimizer.lr": 0.2, "lr.rule": "none"}),
     row("e", None, 0.0, status="failed", **{"optimizer.lr": 0.3, "lr.rule": "none"}),
     row("f", 0.60, 0.9, status="stopped", **{"optimizer.lr": 0.4, "lr.rule": "none"}),
+    row("g", 0.99, 0.1, status="failed", **{"optimizer.lr": 0.3, "lr.rule": "none"}),
+    row("h", float("nan"), 0.1, **{"optimizer.lr": 0.3, "lr.rule": "none"}),
     row("", None, 0.0, status="filtered", **{"optimizer.lr": 9.0, "lr.rule": "none"}),
 ]
 
@@ -80,8 +82,8 @@ def made(tmp_path: Path) -> RunDirectory:
 
 
 def trials() -> Trials:
-    trained = tuple(r for r in ROWS if r["value"] is not None)
-    others = tuple(r for r in ROWS if r["value"] is None)
+    trained = tuple(r for r in ROWS if r["trial"] in tuple("abcdf"))
+    others = tuple(r for r in ROWS if r["trial"] not in tuple("abcdf"))
     results = {r["trial"]: epochs(r) for r in trained}
     return Trials("s", {"name": "accuracy", "mode": "max"}, trained, others, results, "c", {})
 
@@ -93,11 +95,12 @@ def test_front_reference_and_comparison() -> None:
     assert found.best_fixed["trial"] == "b"
     epoch, rows = found.comparable
     assert epoch == 4
-    assert [r["trial"] for r in rows] == ["a", "b", "c"]
+    assert [r["trial"] for r in rows] == ["c", "b", "a"]
     lower = Trials("s", {"name": "loss", "mode": "min"}, found.rows, (), found.results, "d", {})
     assert [r["trial"] for r in lower.front] == ["d", "f"]
-    assert lower.best_fixed is not None
-    assert lower.best_fixed["trial"] == "a"
+    everything = Trials("s", found.metric, found.rows, (), {}, "c", {"base": {"policy": {"name": "fixed"}}})
+    assert everything.best_fixed is not None
+    assert everything.best_fixed["trial"] == "c"
 
 
 def test_the_page_says_what_was_found_and_escapes_what_it_shows(tmp_path: Path) -> None:
@@ -108,10 +111,22 @@ def test_the_page_says_what_was_found_and_escapes_what_it_shows(tmp_path: Path) 
         " of training", "", page
     )
     assert "Best fixed batch: accuracy 0.9500 ± 0.0100" in page
-    assert "5 trials trained, 2 of them stopped early; 1 failed; 1 thrown out by the simulator." in page
+    assert "4 trials finished, 2 stopped early, 2 failed, 1 thrown out by the simulator." in page
     assert "&lt;b&gt;worse&lt;/b&gt;" in page
     assert page.count("<svg") == 3
     assert not re.search(r"<script|src=|href=.http", page)
+
+
+def test_with_a_target_the_page_ranks_by_its_cost(tmp_path: Path) -> None:
+    folder = made(tmp_path)
+    config = yaml.safe_load(folder.read_text(CONFIG))
+    folder.write_text(CONFIG, yaml.safe_dump({**config, "target": {"value": 0.9, "cost": "samples"}}))
+    write_trials(folder, [{**each, "cost": 50.0 if each["trial"] in ("c", "b") else None} for each in ROWS])
+    write_search_report(folder, "c")
+    page = folder.read_text(SEARCH_PAGE)
+    assert "Ranked by samples until accuracy 0.9, which 2 trials reached." in page
+    assert "samples to target" in page
+    assert page.count("not reached") == len(ROWS) - 2
 
 
 def test_a_search_in_which_everything_is_alike_still_has_a_page() -> None:
@@ -135,6 +150,14 @@ def test_importance_finds_the_key_that_matters() -> None:
     assert set(found) == {"param.x", "param.y"}
     assert found["param.x"] > 0.8
     assert importances(rows[:4], ["param.x", "param.y"], "max") == {}
+    either = [
+        {**r, "param.u": 0.1 * n if n % 2 else None, "param.v": None if n % 2 else 0.1 * n}
+        for n, r in enumerate(rows)
+    ]
+    assert set(importances(either, ["param.u", "param.v", "param.x", "param.y"], "max")) == {
+        "param.x",
+        "param.y",
+    }
 
 
 def test_rows_of_any_kind_become_columns(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -13,7 +15,7 @@ from ray.tune.experiment import Trial as TuneTrial
 
 from ray_dynbs.cluster.data import PreparedData
 from ray_dynbs.cluster.search.group import TrialInput
-from ray_dynbs.cluster.search.prefilter import make_filter
+from ray_dynbs.cluster.search.prefilter import FILTERED, make_filter
 from ray_dynbs.cluster.search.record import TrialRecord, first_cause, record_of_trial
 from ray_dynbs.cluster.search.scheduler import make_scheduler
 from ray_dynbs.cluster.search.searcher import Accept, OptunaPoints, points_to_try
@@ -22,6 +24,7 @@ from ray_dynbs.config.search import Candidates, Search
 from ray_dynbs.config.space import Point
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.storage.run_directory import RunDirectory
+from ray_dynbs.storage.search_directory import DECIDED, read_unseen, trial_directory, write_unseen
 
 TUNE_FOLDER = "tune"
 """Tune's own folder inside the search's: its trials' checkpoints, and what a resume goes on from."""
@@ -54,8 +57,36 @@ def check_room(candidates: Candidates) -> None:
             )
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a search is going to try.
+
+    Attributes:
+        points: Drawn beforehand, baselines included; ``None`` where Optuna suggests them.
+        accept: Whether a suggested point is worth training.
+        unseen: Points that are not trained, and why; grows while Optuna suggests.
+    """
+
+    points: list[Point] | None
+    accept: Accept
+    unseen: list[tuple[Point, str]]
+
+
+def plan_search(candidates: Candidates, data: PreparedData) -> Plan:
+    """Draw the points of a new search, before anything is written.
+
+    Raises:
+        ConfigError: a space in which next to nothing makes a configuration.
+    """
+    unseen: list[tuple[Point, str]] = []
+    accept = make_filter(candidates, data.num_rows["train"], unseen)
+    if candidates.search.search.algorithm == "optuna":
+        return Plan(None, accept, unseen)
+    return Plan(points_to_try(candidates, accept, unseen), accept, unseen)
+
+
 def run_search(
-    candidates: Candidates, data: PreparedData, folder: RunDirectory, on_trial: OnTrial, *, resume: bool
+    candidates: Candidates, data: PreparedData, folder: RunDirectory, on_trial: OnTrial, plan: Plan | None
 ) -> list[TrialRecord]:
     """Run all trials, or those that are left, on the connected cluster.
 
@@ -64,42 +95,46 @@ def run_search(
         data: Its rows, prepared once.
         folder: The search's directory, which exists.
         on_trial: Called in this process for every trial that ends.
-        resume: Go on with what the directory holds.
+        plan: Of a new search; ``None`` to go on with what the directory holds.
 
     Raises:
-        ConfigError: a space in which next to nothing makes a configuration.
+        ConfigError: there is nothing to go on with, and a space in which nothing makes a configuration.
     """
     os.environ.update(TUNE_SETTINGS)
-    search = candidates.search
+    search, uri = candidates.search, folder.absolute_uri
     given = TrialInput(data.blocks, search.seeds, search.resources.cpu, search.resources.gpu)
-    shared = SearchInput(candidates, given, folder.absolute_uri)
+    shared = SearchInput(candidates, given, uri)
     trainable: Any = tune.with_resources(tune.with_parameters(Trial, search=shared), _resources(candidates))
-    path = f"{folder.absolute_uri}/{TUNE_FOLDER}"
-    thrown_out: list[Point] = []
-    teller = _listening(on_trial)
-    if resume and tune.Tuner.can_restore(path):
+    path = f"{uri}/{TUNE_FOLDER}"
+    earlier = read_unseen(folder)
+    if plan is None and tune.Tuner.can_restore(path):
         tuner = tune.Tuner.restore(path, trainable, resume_unfinished=True, restart_errored=False)
+        unseen: list[tuple[Point, str]] = []
     else:
-        accept = make_filter(candidates, data.num_rows["train"], thrown_out)
-        tuner = _new_tuner(trainable, candidates, accept, shared.folder)
-    with teller as ended:
-        tuner.fit()
-    records = [
-        record_of_trial(shared.folder, each.trial_id, each.config["point"], _error(each)) for each in ended
-    ]
-    return [*records, *(TrialRecord("", point, "filtered") for point in thrown_out)]
+        plan = plan or plan_search(candidates, data)
+        tuner, unseen = _new_tuner(trainable, candidates, plan, uri), plan.unseen
+    try:
+        with _listening(on_trial) as ended:
+            tuner.fit()
+    finally:
+        write_unseen(folder, [*earlier, *unseen])
+    records = [record_of_trial(uri, each.trial_id, each.config["point"], _error(each)) for each in ended]
+    for point, why in read_unseen(folder):
+        status = "filtered" if why == FILTERED else "unusable"
+        records.append(TrialRecord("", dict(point), status, error="" if status == "filtered" else why))
+    return records
 
 
-def _new_tuner(trainable: Any, candidates: Candidates, accept: Accept, folder: str) -> tune.Tuner:
+def _new_tuner(trainable: Any, candidates: Candidates, plan: Plan, folder: str) -> tune.Tuner:
     search = candidates.search
     mode = "min" if search.target else candidates.base.metric.mode
     searcher, samples = None, 1
     space: dict[str, Any] = {}
-    if search.search.algorithm == "optuna":
-        searcher = OptunaPoints(candidates, accept, mode)
+    if plan.points is None:
+        searcher = OptunaPoints(candidates, plan.accept, mode)
         samples = search.search.num_trials + len(search.baselines)
     else:
-        space = {"point": tune.grid_search(points_to_try(candidates, accept))}
+        space = {"point": tune.grid_search(plan.points)}
     return tune.Tuner(
         trainable,
         param_space=space,
@@ -123,9 +158,9 @@ def _new_tuner(trainable: Any, candidates: Candidates, accept: Accept, folder: s
     )
 
 
-def _kept(search: Search) -> int | None:
-    """Checkpoints of a trial: the newest one, but for a population, whose members take over each other's."""
-    return None if search.search.algorithm == "pbt" else 1
+def _kept(search: Search) -> int:
+    """Checkpoints of a trial: the newest one; in a population those that others may be about to take over."""
+    return 10 if search.search.algorithm == "pbt" else 1
 
 
 def _trial_id(trial: TuneTrial) -> str:
@@ -165,12 +200,15 @@ class _Teller(tune.Callback):
         self._folder = folder
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A trial has finished, or was stopped."""
+        """A trial has finished, or its scheduler has stopped it; the time budget ends them without a word."""
+        own = trial_directory(self._folder, trial.trial_id)
+        own.make()
+        own.write_text(DECIDED, "")
         self._tell(trial, "")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial has failed."""
-        self._tell(trial, first_cause(trial.get_error()) or "it failed without a word")
+        self._tell(trial, _error(trial) or "it failed without a word")
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
         """All trials have ended, those of an earlier part of the search included."""
@@ -182,4 +220,9 @@ class _Teller(tune.Callback):
 
 
 def _error(trial: Any) -> str:
-    return first_cause(trial.get_error()) if trial.status == TuneTrial.ERROR else ""
+    """Why a trial failed; empty where it did not."""
+    name = trial.run_metadata.error_filename
+    if name is None:
+        return ""
+    here = Path(trial.local_path or "") / name  # it comes to the search's storage only later
+    return first_cause(here.read_text() if here.exists() else trial.get_error())

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ray_dynbs.cluster.coordinator import Coordinator, LocalLink
 from ray_dynbs.cluster.setup import Stores, build_parts
 from ray_dynbs.cluster.worker import Worker
@@ -31,7 +33,7 @@ class EpochOfTrial:
         time_s: Training time so far, mean over the seeds.
         samples: Rows so far, per seed.
         steps: Optimizer steps so far, mean over the seeds.
-        batch_size: Global batch of this epoch, mean over the seeds.
+        batch_size: Global batch that this epoch began with, mean over the seeds.
     """
 
     epoch: int
@@ -88,7 +90,14 @@ class Ensemble:
             earlier = [row for row in run.read_epochs() if row["epoch"] < self._workers[-1].progress.epoch]
             counted = {row["epoch"]: row for row in earlier}.values()
             self._time_s[len(self._workers) - 1] = sum(row["epoch_time_s"] for row in counted)
-            self._best.append(math.nan if self._workers[-1].best is None else float(self._workers[-1].best))
+            self._best.append(self._best_so_far(self._workers[-1], list(counted)))
+
+    def _best_so_far(self, worker: Worker, rows: list[dict[str, Any]]) -> float:
+        """Of a worker that goes on: its checkpoint's, or without validation rows the best training loss."""
+        if worker.best is not None:
+            return float(worker.best)
+        losses = [row["train_loss"] for row in rows if row["train_loss"] is not None]
+        return min(losses, default=math.nan) if self._metric.name == "loss" else math.nan
 
     @property
     def epoch(self) -> int:
@@ -99,9 +108,9 @@ class Ensemble:
         """One epoch of every seed."""
         sizes, current = [], []
         for number, worker in enumerate(self._workers):
+            sizes.append(worker.batch_size)
             report = worker.train_epoch()
             self._time_s[number] += report.epoch_time_s
-            sizes.append(report.rows / report.steps)
             value = self._value(worker, report.totals.loss)
             current.append(value)
             self._best[number] = _better(self._best[number], value, self._metric.mode)
@@ -109,7 +118,7 @@ class Ensemble:
         return EpochOfTrial(
             epoch=self.epoch,
             value=statistics.fmean(self._best),
-            spread=statistics.stdev(self._best) if len(self._best) > 1 else 0.0,
+            spread=float(np.std(self._best, ddof=1)) if len(self._best) > 1 else 0.0,
             values=tuple(self._best),
             current=statistics.fmean(current),
             time_s=statistics.fmean(self._time_s),

@@ -14,6 +14,7 @@ from ray_dynbs.core.simulator import SimulatedEpoch, World, simulate
 
 GOAL = 2 / 3
 """Share of the base's own progress at its end that candidates are timed to."""
+FILTERED = "far slower than the base in the simulator"
 WORSE = 1.5
 """Time over the base's own to the same progress above which a candidate is thrown out."""
 
@@ -36,13 +37,15 @@ def time_to(epochs: list[SimulatedEpoch], progress: float) -> float:
     return next((epoch.time_s for epoch in epochs if epoch.progress >= progress), math.inf)
 
 
-def make_filter(candidates: Candidates, num_rows: int, thrown_out: list[Point]) -> Callable[[Point], bool]:
+def make_filter(
+    candidates: Candidates, num_rows: int, unseen: list[tuple[Point, str]]
+) -> Callable[[Point], bool]:
     """Whether a point is worth training.
 
     Args:
         candidates: The search; without ``prefilter: simulate`` every point is.
         num_rows: Rows in a pass.
-        thrown_out: Takes the points that are not.
+        unseen: Takes the points that are not, with :data:`FILTERED` for a reason.
 
     Raises:
         ConfigError: a key of the search's ``world`` is none of the simulator's, or out of range.
@@ -62,7 +65,7 @@ def make_filter(candidates: Candidates, num_rows: int, thrown_out: list[Point]) 
     def accept(point: Point) -> bool:
         good = time_to(simulated(candidates.at(point), world), goal) <= limit
         if not good:
-            thrown_out.append(point)
+            unseen.append((point, FILTERED))
         return good
 
     return accept

@@ -10,7 +10,7 @@ from typing import Any
 from ray_dynbs.cluster.search.trial import UNREACHED
 from ray_dynbs.config.search import Candidates
 from ray_dynbs.config.space import Point
-from ray_dynbs.storage.search_directory import PARAM, read_results
+from ray_dynbs.storage.search_directory import DECIDED, PARAM, read_results, trial_directory
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class TrialRecord:
     Attributes:
         trial: Its id; empty for a candidate that was thrown out before training.
         point: Key -> value.
-        status: ``finished``, ``stopped`` early, ``failed`` or ``filtered``.
+        status: ``finished``; ``stopped`` early; ``cut`` by the time budget; ``failed``; not trained:
+            ``filtered`` by the simulator, or ``unusable``.
         results: What each epoch came to.
         error: Why it failed.
     """
@@ -41,7 +42,8 @@ def record_of_trial(folder: str, trial_id: str, point: Point, error: str) -> Tri
     """A trial from its own record."""
     results = read_results(folder, trial_id)
     done = bool(results) and bool(results[-1]["done"])
-    status = "failed" if error else "finished" if done else "stopped"
+    decided = trial_directory(folder, trial_id).exists(DECIDED)
+    status = "failed" if error else "finished" if done else "stopped" if decided else "cut"
     return TrialRecord(trial_id, dict(point), status, tuple(results), error)
 
 
@@ -62,10 +64,10 @@ def rank(records: Sequence[TrialRecord], candidates: Candidates) -> list[TrialRe
     """Trials that came to something, the best first: complete ones before those stopped early."""
     sign = -1.0 if candidates.base.metric.mode == "max" else 1.0
 
-    def order(record: TrialRecord) -> tuple[bool, float, float]:
+    def order(record: TrialRecord) -> tuple[float, float, float, str]:
         last = record.last
         cost = last["cost"] if last["cost"] is not None else 0.0
-        return record.status != "finished" and cost >= UNREACHED, cost, sign * last["value"]
+        return cost, sign * last["value"], last["time_s"], record.trial  # alike: the quicker one
 
     known = [r for r in records if r.results and r.status != "failed" and math.isfinite(r.last["value"])]
     if candidates.search.target is None:

@@ -15,13 +15,15 @@ from ray.tune.search.optuna import OptunaSearch
 from ray_dynbs.config.search import Candidates
 from ray_dynbs.config.space import Point, draw_points, in_order
 from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.tasks.loading import load_task
+from ray_dynbs.tasks.preflight import check_optimizer_and_scheduler
 
 MOST_REDRAWN = 50
 """Draws in a row that may make no configuration before a space is given up."""
 Accept = Callable[[Point], bool]
 
 
-def points_to_try(candidates: Candidates, accept: Accept) -> list[Point]:
+def points_to_try(candidates: Candidates, accept: Accept, unusable: list[tuple[Point, str]]) -> list[Point]:
     """The points of a random or grid search, the baselines first.
 
     A random point whose values do not go together, or that is not accepted, is drawn again.
@@ -29,29 +31,45 @@ def points_to_try(candidates: Candidates, accept: Accept) -> list[Point]:
     Args:
         candidates: The search.
         accept: Whether a point is worth training.
+        unusable: Takes the grid's points that make no configuration, and why.
 
     Raises:
         ConfigError: hardly any draw makes a configuration; says why the last one did not.
     """
     search, base = candidates.search, candidates.known
-    kinds = {domain.kind for domain in search.space.values()}
-    number = 1 if kinds == {"grid"} else search.search.num_trials
+    only_grids = {domain.kind for domain in search.space.values()} == {"grid"}
+    number = 1 if only_grids else search.search.num_trials
     found: list[Point] = []
     for place, point in enumerate(draw_points(search.space, base, number, search.search.seed)):
-        drawn = point
-        for attempt in range(MOST_REDRAWN):
-            problem = problem_of(candidates, drawn)
-            if problem is None and accept(drawn):
-                found.append(drawn)
-                break
-            if kinds == {"grid"}:
-                break  # a grid's points are what they are
-            seed = hash((search.search.seed, place, attempt)) % 2**32
-            again = draw_points(search.space, base, 1, seed)
-            drawn = next((p for p in again if _same_grid(candidates, p, point)), again[0])
-        else:
-            raise ConfigError(f"space: {MOST_REDRAWN} draws in a row make no configuration: {problem}")
+        if only_grids:  # a grid's points are what they are
+            problem = problem_of(candidates, point)
+            if problem is None:
+                found.append(point)
+            else:
+                unusable.append((point, problem))
+            continue
+        found.append(_redrawn(candidates, accept, point, place))
+    if not found:
+        raise ConfigError(f"space: no point makes a configuration; the first: {unusable[0][1]}")
     return [*map(dict, search.baselines), *found]
+
+
+def _redrawn(candidates: Candidates, accept: Accept, point: Point, place: int) -> Point:
+    """A point, or another draw with the same grid values, that makes a configuration and is accepted.
+
+    Raises:
+        ConfigError: none of many draws does.
+    """
+    search, drawn = candidates.search, point
+    for attempt in range(MOST_REDRAWN):
+        problem = problem_of(candidates, drawn)
+        if problem is None and accept(drawn):
+            return drawn
+        seed = hash((search.search.seed, place, attempt)) % 2**32
+        again = draw_points(search.space, candidates.known, 1, seed)
+        drawn = next((p for p in again if _same_grid(candidates, p, point)), again[0])
+    why = problem or "prefilter: the simulator finds them far slower than the base"
+    raise ConfigError(f"space: none of {MOST_REDRAWN} draws in a row is worth training; the last: {why}")
 
 
 def _same_grid(candidates: Candidates, one: Point, other: Point) -> bool:
@@ -60,9 +78,9 @@ def _same_grid(candidates: Candidates, one: Point, other: Point) -> bool:
 
 
 def problem_of(candidates: Candidates, point: Point) -> str | None:
-    """Why a point makes no configuration."""
+    """Why a point makes no configuration that trains."""
     try:
-        candidates.at(point)
+        check_optimizer_and_scheduler(candidates.at(point), load_task(candidates.base.task), None)
     except ConfigError as error:
         return str(error)
     return None
@@ -112,14 +130,14 @@ class OptunaPoints(OptunaSearch):
         if self._baselines:
             self._of_baselines.add(trial_id)
             return {"point": self._baselines.pop(0)}
-        for _ in range(MOST_REDRAWN):
-            places = super().suggest(trial_id)
-            point = self._named(places or {})
-            if problem_of(self._candidates, point) is None and self._accept(point):
-                return {"point": point}
+        for left in reversed(range(MOST_REDRAWN)):
+            point = self._named(super().suggest(trial_id) or {})
+            good = problem_of(self._candidates, point) is None and self._accept(point)
+            if good or not left:  # the last one is tried all the same: what is wrong with it is in the table
+                break
             study: Any = self._ot_study
             study.tell(self._ot_trials.pop(trial_id), state=TrialState.PRUNED)
-        return {"point": point}  # trained, and its complaint is in the table
+        return {"point": point}
 
     def _named(self, places: dict[str, Any]) -> Point:
         """What was suggested, with the values themselves for places in a list."""
@@ -138,8 +156,10 @@ class OptunaPoints(OptunaSearch):
         self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
     ) -> None:
         """Learn from a trial that has ended."""
-        if trial_id not in self._of_baselines:
-            super().on_trial_complete(trial_id, result, error)
+        if trial_id in self._of_baselines:
+            return
+        whole = result is not None and result.get("done")  # a stopped trial's value is that of fewer epochs
+        super().on_trial_complete(trial_id, result if whole else None, error)
 
     def save(self, checkpoint_path: str) -> None:
         """What is known so far, for a search that is gone on with."""
