@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray_dynbs.core.decision import Decision
+from ray_dynbs.core.doubt import leak, unreliable
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.core.estimators import Estimate, Estimates, NoiseScale
+from ray_dynbs.core.estimators import Estimates, NoiseScale
 from ray_dynbs.core.estimators.knowledge import Knowledge
 from ray_dynbs.core.guards import Clamp
 from ray_dynbs.core.guards.hold import hold
@@ -23,9 +24,6 @@ from ray_dynbs.core.policy import Policy, Proposal, View, chain
 from ray_dynbs.core.signal import Signal
 
 KEPT_DECISIONS = 1_000
-MIN_FINITE_FRACTION = 0.5
-LEAK_PER_PASS, LEAK_CERTAIN = 0.005, 0.2
-"""Rise of the memory fraction that is worth a word, and the relative error above which it is none."""
 
 
 class DynamicBatchSizeManager:
@@ -301,10 +299,10 @@ class DynamicBatchSizeManager:
         if self._num_rows is not None and proposal.global_batch_size > self._num_rows:
             reason = f"{proposal.global_batch_size} -> {self._num_rows} (all the rows there are)"
             proposal = proposal.because(reason, global_batch_size=self._num_rows)
-        leak = _leak(known.memory_trend)
-        if leak:
-            proposal = proposal.because(leak)
-        doubt = _unreliable(signal)
+        filling = leak(known.memory_trend)
+        if filling:
+            proposal = proposal.because(filling)
+        doubt = unreliable(signal)
         if doubt and proposal.global_batch_size > self._plan.global_batch_size:
             return hold(proposal, view, f"{doubt}: no growth")
         return proposal
@@ -352,28 +350,6 @@ class DynamicBatchSizeManager:
             reasons=reasons,
             signal=signal,
         )
-
-
-def _unreliable(signal: Signal) -> str | None:
-    """Why a signal must not grow the batch, whatever a policy made of it."""
-    if signal.num_finite_steps < 1:
-        return f"no finite step among {signal.num_steps}"
-    if signal.num_finite_steps < MIN_FINITE_FRACTION * signal.num_steps:
-        return f"only {signal.num_finite_steps} of {signal.num_steps} steps were finite and had weight"
-    for name in ("grad_norm", "train_loss", "val_loss"):
-        if name in dict(signal.missing):
-            return f"{name} is {signal.why_missing(name)}"
-    return None
-
-
-def _leak(trend: Estimate | None) -> str | None:
-    """What there is to say where memory fills up though nothing was changed."""
-    if trend is None or not trend.within(LEAK_CERTAIN) or trend.value < LEAK_PER_PASS:
-        return None
-    return (
-        f"memory rises by {trend.value:.1%} +- {trend.value * trend.relative_error:.1%} a pass under an "
-        "unchanged micro-batch"
-    )
 
 
 def _smallest(*limits: int | None) -> int | None:

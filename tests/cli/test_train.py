@@ -73,6 +73,7 @@ def test_ctrl_c_leaves_a_run_that_resumes_and_no_process(start: Any, tmp_path: P
     assert not (tmp_path / "runs" / "digits-2").exists()
 
 
+@pytest.mark.slow
 def test_a_run_interrupted_within_its_first_epoch_goes_on_from_its_checkpoint(
     start: Any, tmp_path: Path
 ) -> None:

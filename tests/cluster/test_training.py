@@ -198,6 +198,7 @@ def test_a_run_goes_on_from_within_an_epoch(straight: tuple[Path, RunDirectory],
     np.testing.assert_allclose(weights(directory), weights(straight[1]), rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_evaluations_within_an_epoch_reach_decisions_and_the_record(tmp_path: Path) -> None:
     """Every 10 rows, decisions every 20, with and without a restart: the same evaluations and epochs."""
 
