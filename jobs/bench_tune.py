@@ -23,7 +23,7 @@ SEARCH = ROOT / "tune_configs" / "fixed_batches.yaml"
 def ours(num_trials: int, folder: str) -> list[float]:
     """Seconds from Tune's decision to start a trial to its first step, of every trial."""
     from ray_dynbs.cluster.data import prepare_data
-    from ray_dynbs.cluster.search.driver import run_search
+    from ray_dynbs.cluster.search.driver import plan_search, run_search
     from ray_dynbs.config.search import Candidates, load_search
     from ray_dynbs.storage.run_directory import RunDirectory
     from ray_dynbs.tasks.preflight import preflight
@@ -42,7 +42,7 @@ def ours(num_trials: int, folder: str) -> list[float]:
     directory = RunDirectory.create(folder, "bench")
     records: list[Any] = []
     began = time.time()
-    run_search(candidates, data, directory, records.append, resume=False)
+    run_search(candidates, data, directory, records.append, plan_search(candidates, data))
     return starts([record.last for record in records], began)
 
 
