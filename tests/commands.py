@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -65,6 +66,17 @@ class Command:
             assert self.process.poll() is None, self.text
             self.watch()
             time.sleep(0.1)
+
+    def interrupt_once_there_is(self, folder: Path, pattern: str, timeout_s: float = 120) -> int:
+        """Ctrl-C, to the whole process group, once a file is there; the exit code."""
+        deadline = time.monotonic() + timeout_s
+        while not list(folder.glob(pattern)):
+            assert time.monotonic() < deadline, self.text
+            assert self.process.poll() is None, self.text
+            time.sleep(0.2)
+        self.watch()
+        os.killpg(self.process.pid, signal.SIGINT)
+        return self.wait(timeout_s)
 
     def survivors(self, patience_s: float = 15) -> list[str]:
         """What is left of its processes."""

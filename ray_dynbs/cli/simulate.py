@@ -15,10 +15,11 @@ from ray_dynbs.cli.wide import wide_console
 from ray_dynbs.config import Config
 from ray_dynbs.config.errors import nearest
 from ray_dynbs.config.load import parse_yaml
+from ray_dynbs.config.simulated import simulated
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.estimators.step_time import StepTimeModel
 from ray_dynbs.core.keys import keys_of
-from ray_dynbs.core.simulator import SimulatedEpoch, World, simulate
+from ray_dynbs.core.simulator import SimulatedEpoch, World
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.sources import NeedsClusterError, count_rows, resolve_sources
 
@@ -60,25 +61,12 @@ def _draw(epochs: list[SimulatedEpoch], config: Config) -> bytes:
 def _run(config: Config, world: World, seed: int) -> list[SimulatedEpoch]:
     """Simulate; what a user's own policy raises is told in one line."""
     try:
-        return _simulated(config, world, seed)
+        return simulated(config, world, seed)
     except (ConfigError, KeyboardInterrupt):
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"policy {config.policy['name']} or a guard failed: {reason}") from error
-
-
-def _simulated(config: Config, world: World, seed: int) -> list[SimulatedEpoch]:
-    return simulate(
-        config.make_manager,
-        world,
-        epochs=config.epochs,
-        world_size=config.cluster.worker_range[1],
-        reference_batch_size=config.reference_batch_size,
-        cadence=config.batch.cadence,
-        measured_alone=config.lone != "none",
-        seed=seed,
-    )
 
 
 def _world(assignments: Sequence[str], config: Config) -> World:

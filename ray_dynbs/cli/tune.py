@@ -188,8 +188,9 @@ def _said(record: TrialRecord, candidates: Candidates) -> str:
     spread = f" +- {last['spread']:.4f}" if len(last["values"]) > 1 else ""
     cost = ""
     if candidates.search.target is not None:
-        reached = record.status == "finished" and last["cost"] is not None and last["cost"] < 1e18
-        cost = f", {candidates.search.target.cost} {last['cost']:,.4g}" if reached else ", target not reached"
+        cost = ", target not reached"
+        if record.cost is not None:
+            cost = f", {candidates.search.target.cost} {record.cost:,.4g}"
     how = "" if record.status == "finished" else f" ({record.status})"
     return f"{name} {last['value']:.4f}{spread} in {last['epoch']} epochs{how}{cost}; {point}"
 

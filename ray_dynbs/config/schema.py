@@ -29,6 +29,7 @@ from ray_dynbs.config.sections import (
 )
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.estimators import NoiseScale
+from ray_dynbs.core.estimators.pieces import Lone
 from ray_dynbs.core.guards import GUARDS
 from ray_dynbs.core.guards.reset import ResetToBase
 from ray_dynbs.core.lr import ADAM_FAMILY, LR_RULES, GainProgress, Scaling, ScheduleProgress
@@ -38,7 +39,6 @@ from ray_dynbs.core.policies import POLICIES
 DEFAULT_POLICY = "threshold"
 NEED_NOISE = ("goodput", "noise_scale", "norm_test")
 """Policies that cannot do without measured gradient noise."""
-Lone = Literal["split", "successive", "none"]
 
 
 class Batching(Section):

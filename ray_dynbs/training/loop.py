@@ -12,11 +12,12 @@ import torch
 
 from ray_dynbs.core.cadence import Cadence
 from ray_dynbs.core.decision import Decision
+from ray_dynbs.core.estimators.pieces import Lone
 from ray_dynbs.core.lr import Adjustment, Scaling, ramped_scale
 from ray_dynbs.training.checkpoint import seed_everything
 from ray_dynbs.training.feed import IndexedFeed, StepBatch
 from ray_dynbs.training.lr import Schedule, base_lr
-from ray_dynbs.training.measuring import Every, Lone, Measuring
+from ray_dynbs.training.measuring import Every, Measuring
 from ray_dynbs.training.memory import memory_fraction
 from ray_dynbs.training.noise import Measure
 from ray_dynbs.training.reports import EpochReport, Interval, Progress

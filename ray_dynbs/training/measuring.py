@@ -16,8 +16,6 @@ BUDGET = 0.02
 """Share of step time that measuring may cost, amortised."""
 FIRST_SPLIT_EVERY, MOST_EVERY, MOST_EVENTS = 10, 1_000, 50
 Every = int | Literal["auto"] | None
-Lone = Literal["split", "successive", "none"]
-"""What to do with the lone micro-batch of a single rank."""
 
 
 class Stopwatch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +88,7 @@ def test_a_run_interrupted_within_its_first_epoch_goes_on_from_its_checkpoint(
     arguments += ["--set", "checkpoint.every={steps: 5}", "--set", "cluster.num_workers=1"]
     command = start(*arguments)
     checkpoints = tmp_path / "runs" / "digits" / "checkpoints"
-    deadline = time.monotonic() + 120
-    while not list(checkpoints.glob("epoch-00000-step-*")):
-        assert time.monotonic() < deadline, command.text
-        time.sleep(0.2)
-    command.watch()
-    os.killpg(command.process.pid, signal.SIGINT)
-    assert command.wait(120) == 130, command.text
+    assert command.interrupt_once_there_is(checkpoints, "epoch-00000-step-*") == 130, command.text
     assert "interrupted; go on with: ray-dynbs train " in command.text
     resumed = start(*arguments, "--resume")
     assert resumed.wait() == 0, resumed.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -121,14 +120,8 @@ def test_a_killed_search_goes_on_without_repeating_a_trial(start: Any, tmp_path:
 def test_ctrl_c_leaves_a_search_that_goes_on(start: Any, tmp_path: Path) -> None:
     longer = ["--set", "set.epochs=400", "--set", "scheduler.name=none", "--set", "seeds=1"]
     command = start("tune", str(THRESHOLDS), "--out", "runs", *longer, "--set", "search.num_trials=1")
-    results = tmp_path / "runs" / "thresholds" / "trials"
-    deadline = time.monotonic() + 120
-    while not list(results.glob("*/results.json")):
-        assert time.monotonic() < deadline, command.text
-        time.sleep(0.2)
-    command.watch()
-    os.killpg(command.process.pid, signal.SIGINT)
-    assert command.wait(120) == 130, command.text
+    trials = tmp_path / "runs" / "thresholds" / "trials"
+    assert command.interrupt_once_there_is(trials, "*/results.json") == 130, command.text
     assert "interrupted; go on with: ray-dynbs tune " in command.text
     assert command.survivors() == []
 

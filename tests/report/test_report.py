@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 import struct
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,7 @@ from ray_dynbs.report.page import render_page
 from ray_dynbs.report.panels import draw_png, panels_of
 from ray_dynbs.report.write import write_report
 from ray_dynbs.storage.run_directory import CONFIG, DECISIONS, EPOCH_SCHEMA, RunDirectory
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+from tests.browser import look_at, needs_a_browser
 
 
 def make_run(folder: Path, name: str, *, epochs: int = 5, **changes: Any) -> RunDirectory:
@@ -200,28 +197,11 @@ def test_what_is_no_run_is_refused(kind: str, tmp_path: Path, capsys: pytest.Cap
     assert error.count("\n") == 1
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium browser on the PATH")
+@needs_a_browser
 @pytest.mark.parametrize("width", [1200, 400])
 def test_a_real_browser_shows_it(width: int, tmp_path: Path) -> None:
     """No console error, every curve there, and nothing wider than the window."""
     page = write_report(make_run(tmp_path, "one"))[0]
-    probe = (
-        "<script>addEventListener('load', () => document.documentElement.dataset.probe = JSON.stringify({"
-        "wide: document.documentElement.scrollWidth > innerWidth,"
-        "figures: document.querySelectorAll('figure').length,"
-        "curves: [...document.querySelectorAll('figure svg')].filter("
-        "s => s.querySelectorAll('path').length > 5 && s.getBoundingClientRect().width > 200).length"
-        "}))</script>"
-    )
-    probed = tmp_path / "probed.html"
-    probed.write_text(Path(page).read_text().replace("</head>", probe + "</head>"))
-    result = subprocess.run(
-        [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-quic",
-         "--disable-background-networking", "--disable-component-update", "--disable-sync",
-         "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},2000",
-         "--dump-dom", probed.as_uri()],
-        capture_output=True, text=True, timeout=90, check=True,
-    )  # fmt: skip
-    assert "&quot;wide&quot;:false,&quot;figures&quot;:7,&quot;curves&quot;:7" in result.stdout
-    console = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
-    assert console == []
+    seen, log = look_at(page, tmp_path, width)
+    assert seen == {"wide": False, "figures": 7, "curves": 7}
+    assert [line for line in log.splitlines() if "CONSOLE" in line] == []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,7 @@ from ray_dynbs.storage.search_directory import (
     trial_directory,
     write_trials,
 )
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+from tests.browser import look_at, needs_a_browser
 
 
 def row(
@@ -174,27 +171,13 @@ def test_rows_of_any_kind_become_columns(tmp_path: Path) -> None:
     assert parquet_bytes([])
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium to look at the page with")
+@needs_a_browser
 @pytest.mark.timeout(120)
-def test_it_renders_in_a_browser_on_a_phone_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [1200, 400])
+def test_a_real_browser_shows_it(width: int, tmp_path: Path) -> None:
+    """No console error, every picture drawn, and nothing wider than the window."""
     folder = made(tmp_path)
     write_search_report(folder, "c")
-    for width in (500, 1200):
-        done = subprocess.run(
-            [
-                str(CHROMIUM),
-                "--headless",
-                "--no-sandbox",
-                f"--window-size={width},900",
-                "--enable-logging=stderr",
-                "--virtual-time-budget=2000",
-                "--dump-dom",
-                f"file://{folder.absolute_uri}/{SEARCH_PAGE}",
-            ],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        assert "Best fixed batch" in done.stdout
-        assert "CONSOLE" not in done.stderr
+    seen, log = look_at(f"{folder.absolute_uri}/{SEARCH_PAGE}", tmp_path, width)
+    assert seen == {"wide": False, "figures": 3, "curves": 3}
+    assert [line for line in log.splitlines() if "CONSOLE" in line] == []

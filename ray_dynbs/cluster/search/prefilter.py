@@ -6,30 +6,17 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ray_dynbs.config import Config
 from ray_dynbs.config.search import Candidates
+from ray_dynbs.config.simulated import simulated
 from ray_dynbs.config.space import Point
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.core.simulator import SimulatedEpoch, World, simulate
+from ray_dynbs.core.simulator import SimulatedEpoch, World
 
 GOAL = 2 / 3
 """Share of the base's own progress at its end that candidates are timed to."""
 FILTERED = "far slower than the base in the simulator"
 WORSE = 1.5
 """Time over the base's own to the same progress above which a candidate is thrown out."""
-
-
-def simulated(config: Config, world: World) -> list[SimulatedEpoch]:
-    """A configuration's epochs in the simulator."""
-    return simulate(
-        config.make_manager,
-        world,
-        epochs=config.epochs,
-        world_size=config.cluster.worker_range[1],
-        reference_batch_size=config.reference_batch_size,
-        cadence=config.batch.cadence,
-        measured_alone=config.lone != "none",
-    )
 
 
 def time_to(epochs: list[SimulatedEpoch], progress: float) -> float:

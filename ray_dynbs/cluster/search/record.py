@@ -37,6 +37,12 @@ class TrialRecord:
         """What the last epoch came to; empty without one."""
         return self.results[-1] if self.results else {}
 
+    @property
+    def cost(self) -> float | None:
+        """What reaching the target took; ``None`` without a target, or where it was not reached."""
+        cost = self.last.get("cost")
+        return cost if cost is not None and cost < UNREACHED else None
+
 
 def record_of_trial(folder: str, trial_id: str, point: Point, error: str) -> TrialRecord:
     """A trial from its own record."""
@@ -80,7 +86,6 @@ def rank(records: Sequence[TrialRecord], candidates: Candidates) -> list[TrialRe
 def table_row(record: TrialRecord) -> dict[str, Any]:
     """One row of ``trials.parquet``: what it came to, then its point, each key as ``param.<key>``."""
     last = record.last
-    cost = last.get("cost")
     return {
         "trial": record.trial,
         "status": record.status,
@@ -88,7 +93,7 @@ def table_row(record: TrialRecord) -> dict[str, Any]:
         "value": last.get("value"),
         "spread": last.get("spread"),
         "values": list(last["values"]) if last else None,
-        "cost": cost if cost is None or cost < UNREACHED else None,
+        "cost": record.cost,
         "time_s": last.get("time_s"),
         "samples": last.get("samples"),
         "steps": last.get("steps"),

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.keys import typed
+
+Lone = Literal["split", "successive", "none"]
+"""What to do with the lone micro-batch of a single rank."""
 
 
 def from_pieces(
