@@ -27,6 +27,7 @@ app = typer.Typer(
     help="Training jobs on Ray that choose their own batch size while they run.",
 )
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="the run's YAML file")]
+Events = Annotated[bool, typer.Option("--events", hidden=True, help="JSON lines, for a program")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key; repeatable")
 ]
@@ -42,13 +43,15 @@ def train(
         typer.Option(metavar="[RUN]", help="go on with this run directory, or the newest of this name"),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="show Ray's own output too")] = False,
+    events: Events = False,
 ) -> None:
     """Train as CONFIG says."""
     from ray_dynbs.cli.train import train_command
 
     all_overrides = [*(overrides or ()), *([f"out={json.dumps(out)}"] if out is not None else ())]
     loaded = load_config(config, all_overrides)
-    raise typer.Exit(train_command(loaded, resume=resume, verbose=verbose))
+    _follow_listener(events)
+    raise typer.Exit(train_command(loaded, resume=resume, verbose=verbose, events=events))
 
 
 @app.command()
@@ -61,11 +64,45 @@ def tune(
         typer.Option(metavar="[DIR]", help="go on with this search, or the newest of this name"),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="show Ray's own output too")] = False,
+    events: Events = False,
 ) -> None:
     """Search policy thresholds, LR rules or any other keys, as SEARCH says."""
     from ray_dynbs.cli.tune import tune_command
 
-    raise typer.Exit(tune_command(search, overrides or (), out=out, resume=resume, verbose=verbose))
+    _follow_listener(events)
+    raise typer.Exit(
+        tune_command(search, overrides or (), out=out, resume=resume, verbose=verbose, events=events)
+    )
+
+
+@app.command()
+def submit(
+    words: Annotated[list[str], typer.Argument(metavar="[train|tune] CONFIG", help="what to run there")],
+    address: Annotated[
+        str | None,
+        typer.Option(help="the cluster's job server, http://HOST:8265 [RAY_API_SERVER_ADDRESS, RAY_ADDRESS]"),
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        str | None, typer.Option(help="folder or URI on the cluster, for the run directory")
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="[RUN]", help="go on with this run directory, or the newest of this name"),
+    ] = None,
+    working_dir: Annotated[Path, typer.Option(metavar="DIR", help="the folder to send")] = Path(),
+    runtime_env: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="YAML with Ray's runtime environment: pip, env_vars, ..."),
+    ] = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="submit only, and print the job's id")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="show Ray's own output too")] = False,
+) -> None:
+    """Run CONFIG as a job of a cluster; Ctrl-C stops it."""
+    from ray_dynbs.cli.submit import Submission, submit_command
+
+    given = Submission(words, overrides or (), out, resume, working_dir, runtime_env, verbose)
+    raise typer.Exit(submit_command(given, address=address, wait=not no_wait))
 
 
 @app.command()
@@ -163,6 +200,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
     sys.exit(code or 0)
+
+
+def _follow_listener(events: bool) -> None:
+    if events:
+        from ray_dynbs.report.events import end_with_listener
+
+        end_with_listener()
 
 
 def _name_the_newest(arguments: Sequence[str]) -> list[str]:

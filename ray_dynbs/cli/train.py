@@ -6,12 +6,13 @@ import typer
 
 from ray_dynbs.cli.exits import DONE, FAILED, INTERRUPTED
 from ray_dynbs.cli.failure import report_failure
-from ray_dynbs.cli.resume import open_run
+from ray_dynbs.cli.resume import NEWEST, open_run
 from ray_dynbs.cluster.session import ray_session
 from ray_dynbs.config import Config
 from ray_dynbs.config.load import dump_yaml
 from ray_dynbs.core.journal import decode_lines
-from ray_dynbs.report.live import make_view
+from ray_dynbs.report.events import RUN, EpochEvents, tell
+from ray_dynbs.report.live import View, make_view
 from ray_dynbs.storage.run_directory import (
     CHECKPOINTS,
     CONFIG,
@@ -19,19 +20,21 @@ from ray_dynbs.storage.run_directory import (
     EARLIER_CONFIGS,
     RunDirectory,
     check_writable,
+    lasting,
 )
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.preflight import Preflight, preflight
 from ray_dynbs.tasks.sources import resolve_sources
 
 
-def train_command(config: Config, *, resume: str | None, verbose: bool) -> int:
+def train_command(config: Config, *, resume: str | None, verbose: bool, events: bool = False) -> int:
     """Train, print, and return the exit code.
 
     Args:
         config: The configuration.
         resume: A run directory to go on with, ``newest`` for the newest of this name, or ``None``.
         verbose: Show Ray's own output too.
+        events: Print epochs for a program that follows them, and end with it.
 
     Raises:
         ConfigError: the input is wrong; nothing has been written then.
@@ -39,19 +42,21 @@ def train_command(config: Config, *, resume: str | None, verbose: bool) -> int:
     found = preflight(config)
     for warning in found.warnings:
         typer.echo(f"warning: {warning}", err=True)
+    config = config.model_copy(update={"out": lasting(config.out)})
     check_writable(config.out)
     run = None
     if resume is not None:
-        run, config = open_run(config, resume)
+        run, config = open_run(config, resume if resume == NEWEST else lasting(resume))
         done = max((row["epoch"] + 1 for row in run.read_epochs()), default=0)
         if done >= config.epochs:
             typer.echo(f"nothing left to do: {done} of {config.epochs} epochs are done; {run.uri}")
+            tell(RUN, uri=run.absolute_uri) if events else None
             return DONE
     with ray_session(config.cluster.address, verbose=verbose):
-        return _train(config, run, found)
+        return _train(config, run, found, events=events)
 
 
-def _train(config: Config, run: RunDirectory | None, found: Preflight) -> int:
+def _train(config: Config, run: RunDirectory | None, found: Preflight, *, events: bool) -> int:
     from ray.exceptions import RayError
     from ray.train import TrainingFailedError
 
@@ -77,7 +82,10 @@ def _train(config: Config, run: RunDirectory | None, found: Preflight) -> int:
         typer.echo(f"warning: {crowd}", err=True)
     if found.about:
         typer.echo(found.about)
-    view = make_view(config.metric.name, config.epochs, typer.echo)
+    view: View = make_view(config.metric.name, config.epochs, typer.echo)
+    if events:
+        tell(RUN, uri=run.absolute_uri)
+        view = EpochEvents()
     try:
         with view:
             result = run_training(config, run, data, view.show)

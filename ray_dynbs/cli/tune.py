@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 import yaml
@@ -15,7 +15,9 @@ from ray_dynbs.cluster.session import ray_session
 from ray_dynbs.config.load import dump_yaml, parse_yaml
 from ray_dynbs.config.search import Candidates, Search, load_search, parse_search
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.storage.run_directory import CONFIG, RunDirectory, check_writable
+from ray_dynbs.report.events import RUN, TRIAL, tell
+from ray_dynbs.report.trials import TrialLines, trial_line
+from ray_dynbs.storage.run_directory import CONFIG, RunDirectory, check_writable, lasting
 from ray_dynbs.storage.search_directory import BEST, SEARCH_PAGE, TRIALS, write_trials
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.preflight import Preflight, preflight
@@ -26,7 +28,13 @@ if TYPE_CHECKING:
 
 
 def tune_command(
-    path: Path, overrides: Sequence[str], *, out: str | None, resume: str | None, verbose: bool
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    out: str | None,
+    resume: str | None,
+    verbose: bool,
+    events: bool = False,
 ) -> int:
     """Search, print, and return the exit code.
 
@@ -36,17 +44,19 @@ def tune_command(
         out: Where to put the search's directory, instead of the file's ``out``.
         resume: A search's directory to go on with, ``newest`` for the newest of this name, or ``None``.
         verbose: Show Ray's own output too.
+        events: Print trials for a program that follows them, and end with it.
 
     Raises:
         ConfigError: the input is wrong; nothing has been written then.
     """
     search, folder = load_search(path, overrides)
-    if out is not None:
-        search = search.model_copy(update={"out": out})
+    search = search.model_copy(update={"out": lasting(search.out if out is None else out)})
     record = None
     if resume is not None:
         record = (
-            RunDirectory.newest(search.out, search.name) if resume == NEWEST else RunDirectory.open(resume)
+            RunDirectory.newest(search.out, search.name)
+            if resume == NEWEST
+            else RunDirectory.open(lasting(resume))
         )
         search, folder = _recorded(record)
         typer.echo(f"going on with {record.uri}, as it was recorded there")
@@ -57,7 +67,7 @@ def tune_command(
     _check_what_torch_knows(candidates, found)
     check_writable(search.out)
     with ray_session(candidates.base.cluster.address, verbose=verbose):
-        return _search(candidates, found, record)
+        return _search(candidates, found, record, events=events)
 
 
 def _check_what_torch_knows(candidates: Candidates, base: Preflight) -> None:
@@ -97,9 +107,10 @@ def _recorded(record: RunDirectory) -> tuple[Search, Path]:
     return parse_search(data, f"{record.uri}/{CONFIG}"), Path()  # its base is written out
 
 
-def _search(candidates: Candidates, found: Preflight, record: RunDirectory | None) -> int:
+def _search(candidates: Candidates, found: Preflight, record: RunDirectory | None, *, events: bool) -> int:
     from ray_dynbs.cluster.data import prepare_data
     from ray_dynbs.cluster.search.driver import check_room, plan_search, run_search
+    from ray_dynbs.cluster.search.record import table_row
 
     base, search = candidates.base, candidates.search
     check_room(candidates)
@@ -112,9 +123,18 @@ def _search(candidates: Candidates, found: Preflight, record: RunDirectory | Non
         record = RunDirectory.create(search.out, search.name)
         record.write_text(CONFIG, yaml.safe_dump(candidates.recorded(), sort_keys=False, allow_unicode=True))
     typer.echo(f"search {record.uri}: {data.num_rows['train']} rows, {_workers(candidates)} per trial")
-    lines = _Lines(candidates)
+    view = TrialLines(typer.echo, candidates.base.metric.name, _cost(candidates))
+    if events:
+        tell(RUN, uri=record.absolute_uri)
+
+    def show(ended: TrialRecord) -> None:
+        if events:
+            tell(TRIAL, row=table_row(ended))
+        else:
+            view.show(table_row(ended))
+
     try:
-        records = run_search(candidates, data, record, lines.show, plan)
+        records = run_search(candidates, data, record, show, plan)
     except (KeyboardInterrupt, SystemExit):
         where = f"; go on with: ray-dynbs tune {record.uri}/{CONFIG} --resume {record.uri}"
         typer.echo(f"interrupted{where}", err=True)
@@ -143,7 +163,7 @@ def _finish(candidates: Candidates, folder: RunDirectory, records: list[TrialRec
     named = config.model_copy(update={"name": f"{config.name}-best"})
     folder.write_text(BEST, dump_yaml(named))
     write_search_report(folder, best[0].trial)
-    typer.echo(f"best: {_said(best[0], candidates)}")
+    typer.echo(f"best: {trial_line(table_row(best[0]), candidates.base.metric.name, _cost(candidates))}")
     failures = f"; {len(failed)} failed" if failed else ""
     typer.echo(f"done: {len(records)} trials{failures}; {folder.uri}/{BEST}, {TRIALS}, {SEARCH_PAGE}")
     return DONE
@@ -161,39 +181,6 @@ def _why_nothing(records: list[TrialRecord], candidates: Candidates) -> str:
     return f"no trial finished an epoch within time_budget_s ({candidates.search.time_budget_s})"
 
 
-class _Lines:
-    """One line per trial that ends.
-
-    Args:
-        candidates: The search.
-    """
-
-    def __init__(self, candidates: Candidates) -> None:
-        self._candidates, self._ended = candidates, 0
-
-    def show(self, record: TrialRecord) -> None:
-        """A trial has ended."""
-        self._ended += 1
-        typer.echo(f"trial {self._ended}: {_said(record, self._candidates)}")
-
-
-def _said(record: TrialRecord, candidates: Candidates) -> str:
-    """A trial in one line."""
-    point = ", ".join(f"{key}={_short(value)}" for key, value in record.point.items()) or "the base"
-    if record.error:
-        return f"failed: {record.error}; {point}"
-    last, name = record.last, candidates.base.metric.name
-    if not last:
-        return f"{record.status} before its first epoch; {point}"
-    spread = f" +- {last['spread']:.4f}" if len(last["values"]) > 1 else ""
-    cost = ""
-    if candidates.search.target is not None:
-        cost = ", target not reached"
-        if record.cost is not None:
-            cost = f", {candidates.search.target.cost} {record.cost:,.4g}"
-    how = "" if record.status == "finished" else f" ({record.status})"
-    return f"{name} {last['value']:.4f}{spread} in {last['epoch']} epochs{how}{cost}; {point}"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _cost(candidates: Candidates) -> str | None:
+    target = candidates.search.target
+    return None if target is None else target.cost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ray_dynbs.cluster.authentication import ANSWER_S, authenticate, call_grpc
 from ray_dynbs.core.errors import ConfigError
 
 DRIVER_SETTINGS = {
@@ -32,7 +34,7 @@ def ray_session(address: str | None, *, verbose: bool = False) -> Iterator[None]
     private temporary folder, which keeps it apart from others, and ends with the block.
 
     Raises:
-        ConfigError: there is no cluster at the address.
+        ConfigError: there is no cluster at the address, or it does not accept the token.
     """
     for key, value in DRIVER_SETTINGS.items():
         os.environ.setdefault(key, value)
@@ -72,14 +74,27 @@ def _short_folder() -> str:
 
 
 def _see_that_it_answers(address: str) -> None:
-    """Ray waits for minutes where nobody listens; a refused connection is known at once."""
+    """Ray waits for minutes where nobody listens, or where it is refused; either is known at once.
+
+    Raises:
+        ConfigError: nobody listens, or the token is missing or wrong.
+    """
+    where = f"cluster.address is {address!r}"
+    if "://" in address:
+        raise ConfigError(
+            f"{where}: not a driver's; allowed: HOST:6379 on a machine of the cluster, or from elsewhere "
+            "ray-dynbs submit (http://), ray_dynbs.connect (ray://)"
+        )
     host, _, port = address.rpartition(":")
-    if "://" in address or not port.isdigit():
+    if not port.isdigit():
         return
     try:
-        socket.create_connection((host, int(port)), timeout=5).close()
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
     except OSError as error:
-        raise ConfigError(f"cluster.address is {address!r}: nobody answers there ({error})") from error
+        raise ConfigError(f"{where}: nobody answers there ({error})") from error
+    method = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+    with contextlib.suppress(ImportError):  # without grpc, Ray finds out for itself
+        authenticate(where, lambda: call_grpc(address, method) == "UNAUTHENTICATED")
 
 
 def _end_on_sigterm() -> None:

@@ -58,11 +58,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     data.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem))
     for override in overrides:
         apply_override(data, override)
-    _refuse_huge(data, str(path))
+    return make_config(data, str(path))
+
+
+def make_config(data: dict[str, Any], where: str) -> Config:
+    """Validate a configuration.
+
+    Args:
+        data: Its keys.
+        where: What to call it in a complaint.
+
+    Raises:
+        ConfigError: a key is unknown, missing, of the wrong type or out of range; one line.
+    """
+    _refuse_huge(data, where)
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {explain(error, model=Config)}") from error
+        raise ConfigError(f"{where}: {explain(error, model=Config)}") from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

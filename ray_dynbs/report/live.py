@@ -136,6 +136,16 @@ class RunTable:
         return line
 
 
+class Growing(Protocol):
+    """A table that grows while something runs."""
+
+    def add(self, *event: Any) -> None:
+        """Something has ended."""
+
+    def render(self, width: int, height: int | None = None) -> Group:
+        """The table."""
+
+
 class TerminalTable:
     """A table redrawn in place.
 
@@ -144,7 +154,7 @@ class TerminalTable:
         console: Where.
     """
 
-    def __init__(self, table: RunTable, console: Console) -> None:
+    def __init__(self, table: Growing, console: Console) -> None:
         self._table, self._console, self._ended = table, console, False
         self._live = Live(
             get_renderable=self._render, console=console, refresh_per_second=2, vertical_overflow="visible"
@@ -160,9 +170,9 @@ class TerminalTable:
         self._ended = True
         self._live.stop()
 
-    def show(self, row: Row, notes: tuple[str, ...], decision: Decision | None) -> None:
-        """An epoch has ended."""
-        self._table.add(row, notes, decision)
+    def show(self, *event: Any) -> None:
+        """An epoch, or a trial, has ended."""
+        self._table.add(*event)
         self._live.refresh()
 
     def _render(self) -> Group:
@@ -177,7 +187,7 @@ class NotebookTable:
         table: What to draw.
     """
 
-    def __init__(self, table: RunTable) -> None:
+    def __init__(self, table: Growing) -> None:
         self._table, self._handle = table, None
 
     def __enter__(self) -> NotebookTable:
@@ -191,9 +201,9 @@ class NotebookTable:
     ) -> None:
         return None
 
-    def show(self, row: Row, notes: tuple[str, ...], decision: Decision | None) -> None:
-        """An epoch has ended."""
-        self._table.add(row, notes, decision)
+    def show(self, *event: Any) -> None:
+        """An epoch, or a trial, has ended."""
+        self._table.add(*event)
         handle: Any = self._handle
         handle.update(self._html())
 

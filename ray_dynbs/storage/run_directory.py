@@ -60,6 +60,8 @@ EVALUATION_SCHEMA = pa.schema(
     ]
 )
 _OBJECT_STORES = ("s3", "gcs", "abfs")
+JOB_FOLDERS = "working_dir_files"
+"""Ray's folder for its copies of the folders that jobs were submitted with."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +180,17 @@ class RunDirectory:
         """A text file of the run; empty where it does not exist yet."""
         if not self.exists(file):
             return ""
+        return self.read_bytes(file).decode()
+
+    def read_bytes(self, file: str) -> bytes:
+        """A file of the run.
+
+        Raises:
+            FileNotFoundError: it does not exist.
+        """
         filesystem, path = self._resolve()
         with filesystem.open_input_stream(f"{path}/{file}") as stream:
-            return bytes(stream.read()).decode()
+            return bytes(stream.read())
 
     def write_text(self, file: str, text: str) -> None:
         """Replace a text file."""
@@ -229,6 +239,20 @@ class RunDirectory:
 
     def _resolve(self) -> tuple[pafs.FileSystem, str]:
         return _resolve(self.uri)
+
+
+def lasting(path: str) -> str:
+    """A path for what is to be kept, given one as the user wrote it.
+
+    The working directory of a job is a copy that Ray throws away after it: there, a relative path starts
+    where Ray Train puts its own results, in ``~/ray_results``. Anywhere else it stays as it is.
+
+    Args:
+        path: A local path, or a URI, which stays as it is.
+    """
+    if "://" in path or JOB_FOLDERS not in Path.cwd().parts:
+        return path
+    return (Path.home() / "ray_results" / Path(path).expanduser()).as_posix()
 
 
 def check_writable(out: str) -> None:

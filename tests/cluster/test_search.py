@@ -201,9 +201,11 @@ def test_a_population_takes_over_weights_and_obeys_its_new_thresholds(
             if before == after:
                 continue
             taken_over += 1
-        # Every decision said which limits it went by: those of the point in force in its epoch.
+        # Every decision said which limits it went by: those of the point in force in its epoch. A state taken
+        # over may be of a later or an earlier epoch.
         by_epoch = {d.epoch: d for d in decisions if d.signal is not None}
-        for epoch, point in enumerate(points):
+        in_force = {result["epoch"] - 1: result["point"] for result in each.results}
+        for epoch, point in in_force.items():
             said = by_epoch[epoch].reasons[0]
             if "of its median" in said and "within" in said:
                 assert f"within [{point['policy.grad_norm_low']:g}, 1.5]" in said
