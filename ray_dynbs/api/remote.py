@@ -192,9 +192,11 @@ class _Remote(Record):
     def status(self) -> str:
         """``running``, ``finished``, ``stopped``, ``failed``; ``ended`` where nobody knows how any more."""
         self._take(self._watch.poll())
-        if self._watch.code is None:
-            return "running" if self._watch.alive else "ended"
-        return STATUS.get(self._watch.code, "failed")
+        if self._watch.code is not None:
+            return STATUS.get(self._watch.code, "failed")
+        if self._watch.alive:
+            return "running"
+        return "finished" if self._uri is not None and self._is_complete() else "ended"
 
     @property
     def uri(self) -> str:
@@ -243,6 +245,10 @@ class _Remote(Record):
     def _show(self, event: Mapping[str, Any], view: Any) -> None:
         raise NotImplementedError
 
+    def _is_complete(self) -> bool:
+        """Whether the record is that of something that came to its end."""
+        raise NotImplementedError
+
     def _show_record(self, view: Any) -> None:
         """Show what is on record of something that nobody remembers."""
         raise NotImplementedError
@@ -289,6 +295,9 @@ class RemoteRun(_Remote, RunRecord):
             decision = event["decision"] and Decision.from_record(event["decision"])
             view.show(event["row"], tuple(event["notes"]), decision)
 
+    def _is_complete(self) -> bool:
+        return max(self.epochs["epoch"].to_pylist(), default=-1) + 1 >= self._config.epochs
+
     def _show_record(self, view: Any) -> None:
         made = {(d.incarnation, d.epoch): d for d in self.decisions if d.signal is not None}
         for row in self.epochs.to_pylist():
@@ -312,6 +321,9 @@ class RemoteSearch(_Remote, SearchRecord):
     def _show(self, event: Mapping[str, Any], view: Any) -> None:
         if event["kind"] == TRIAL:
             view.show(event["row"])
+
+    def _is_complete(self) -> bool:
+        return self.best is not None
 
     def _show_record(self, view: Any) -> None:
         for row in self.trials.to_pylist():

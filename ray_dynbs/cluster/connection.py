@@ -40,8 +40,7 @@ class Connection:
     ) -> None:
         self.address = address
         self._open = ExitStack()
-        import ray
-
+        ray = _import_ray()
         if ray.is_initialized():
             raise ConfigError("Ray is connected already; allowed: ray.shutdown() before connecting anew")
         if address == "local":
@@ -64,6 +63,15 @@ class Connection:
     def close(self) -> None:
         """Disconnect; runs in progress go on, but on a private cluster, which ends."""
         self._open.close()
+
+
+def _import_ray() -> Any:
+    """Ray, which in a notebook asks for a package that its widgets would need; ours do not."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="IProgress not found")
+        import ray
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
+    return ray
 
 
 def _target(address: str) -> str:

@@ -21,7 +21,7 @@ def importances(rows: Sequence[Mapping[str, Any]], params: Sequence[str], mode: 
         mode: ``max`` or ``min``.
 
     Returns:
-        Key -> importance; empty where there are too few trials or keys.
+        Key -> importance; empty where there are too few trials or keys, or all are worth the same.
     """
     import optuna
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
@@ -32,7 +32,7 @@ def importances(rows: Sequence[Mapping[str, Any]], params: Sequence[str], mode: 
     rows = [row for row in rows if all(row[name] is not None for name in shared)]
     spaces = {name: _distribution([row[name] for row in rows]) for name in shared}
     varied = {name: space for name, space in spaces.items() if space is not None}
-    if len(rows) < FEWEST or len(varied) < 2:
+    if len(rows) < FEWEST or len(varied) < 2 or len({row["value"] for row in rows}) < 2:
         return {}
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction="maximize" if mode == "max" else "minimize")
@@ -42,7 +42,11 @@ def importances(rows: Sequence[Mapping[str, Any]], params: Sequence[str], mode: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the evaluator is marked as experimental
         evaluator = PedAnovaImportanceEvaluator()
-    found: dict[str, float] = get_param_importances(study, evaluator=evaluator)
+        warnings.filterwarnings("error", message="Target and region quantiles")
+        try:
+            found: dict[str, float] = get_param_importances(study, evaluator=evaluator)
+        except UserWarning:  # too many trials are as good as the best: it would call all keys alike
+            return {}
     return found
 
 
