@@ -16,7 +16,7 @@ from typing import Any
 
 from ray_dynbs.cluster.authentication import ANSWER_S, INSTALL, authenticate, call_grpc
 from ray_dynbs.cluster.package import make_package
-from ray_dynbs.cluster.session import DRIVER_SETTINGS, ray_session
+from ray_dynbs.cluster.session import ray_session
 from ray_dynbs.core.errors import ConfigError
 
 SCHEME = "ray://"
@@ -50,15 +50,17 @@ class Connection:
         _check_listening(address, target)
         _check_answer(address, target)
         os.environ.pop("RAY_ADDRESS", None)  # Ray would take it instead of the address
-        environment = {**(runtime_env or {})}
-        variables = {**DRIVER_SETTINGS, **environment.pop("env_vars", {})}
+        if "working_dir" in (runtime_env or {}):
+            raise ConfigError("runtime_env: working_dir is set; allowed: connect(..., working_dir=FOLDER)")
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(working_dir) if working_dir is not None else Path(scratch)
             archive = Path(scratch) / "package.zip"
             make_package(folder).write(archive)
-            environment |= {"working_dir": str(archive), "env_vars": variables}
-            _connect(address, environment)
+            _connect(address, {**(runtime_env or {}), "working_dir": str(archive)})
         self._open.callback(ray.shutdown)
+
+    def __repr__(self) -> str:
+        return f"<connection to {self.address}>"
 
     def close(self) -> None:
         """Disconnect; runs in progress go on, but on a private cluster, which ends."""
