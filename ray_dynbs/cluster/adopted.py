@@ -82,7 +82,7 @@ class AdoptedTrainer(TorchTrainer):
         settings = with_class_counts(self.settings, blocks)
         record = self._new_record()
         record.write_text(CONFIG, dump_yaml(settings, name=str(self.run_config.name)))
-        coordinator = start_coordinator(settings, record)
+        coordinator = start_coordinator(settings, record, str(self.run_config.name))
         given = LoopInput(settings, blocks, coordinator)
         loop: Any = getattr(self, "train_loop_per_worker")  # noqa: B009
         self.train_loop_per_worker, self.datasets = _around(loop, given), others

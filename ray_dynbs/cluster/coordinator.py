@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_dynbs.cluster.metrics import RunMetrics
 from ray_dynbs.config.schema import Batching
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.errors import ConfigError
@@ -65,15 +66,17 @@ class Coordinator:
     Args:
         config: How the run decides.
         run: Its directory.
+        metrics: Told of every decision and epoch once it is on record, if there are any.
     """
 
-    def __init__(self, config: Batching, run: RunDirectory) -> None:
-        self._config, self._run = config, run
+    def __init__(self, config: Batching, run: RunDirectory, metrics: RunMetrics | None = None) -> None:
+        self._config, self._run, self._metrics = config, run, metrics
         self._decisions = {(d.incarnation, d.version): d for d in decode_lines(run.read_text(DECISIONS))}
         self._lines = {key: encode_line(d) + "\n" for key, d in self._decisions.items()}
         self._records = {_key(row): EpochRecord(row) for row in run.read_epochs()}
         self._evaluations = {_place(row): row for row in run.read_evaluations()}
         self._starts: dict[str, int] = {}
+        self._show_newest()
 
     def start(self, group: str, world_size: int, num_rows: int, state: State | None) -> Reply:
         """A group of workers begins, for the first time or after a restart.
@@ -104,8 +107,9 @@ class Coordinator:
         """Make and record one decision."""
         manager = self._config.make_manager()
         manager.load_state_dict(request.state)
+        size_before = manager.plan.global_batch_size
         decision = manager.decide(request.signal)
-        self._record(decision)
+        self._record(decision, size_before)
         self._add_epochs(request.records)
         return Reply(decision, _plain(manager.state_dict()))
 
@@ -127,16 +131,32 @@ class Coordinator:
             news.append((replace(record, notes=notes), decisions[-1] if decisions else None))
         return news
 
-    def _record(self, decision: Decision) -> None:
+    def _record(self, decision: Decision, size_before: int | None = None) -> None:
         key = (decision.incarnation, decision.version)
+        new = key not in self._decisions
         self._decisions[key] = decision
         self._lines[key] = encode_line(decision) + "\n"
         self._run.write_text(DECISIONS, "".join(self._lines.values()))
+        if self._metrics is not None:
+            self._metrics.decided(decision, size_before, counts=new)
 
     def _add_epochs(self, records: tuple[EpochRecord, ...]) -> None:
-        if records:
-            self._records |= {_key(record.row): record for record in records}
-            self._run.write_epochs([record.row for record in self._records.values()])
+        if not records:
+            return
+        new = {_key(record.row) for record in records} - self._records.keys()
+        self._records |= {_key(record.row): record for record in records}
+        self._run.write_epochs([record.row for record in self._records.values()])
+        if self._metrics is not None:
+            for record in records:
+                self._metrics.finished(record.row, counts=_key(record.row) in new)
+
+    def _show_newest(self) -> None:
+        """Let the metrics go on from what is on record, which an earlier process has counted."""
+        if self._metrics is not None:
+            for decision in list(self._decisions.values())[-1:]:
+                self._metrics.decided(decision, None, counts=False)
+            for record in list(self._records.values())[-1:]:
+                self._metrics.finished(record.row, counts=False)
 
 
 def _plain(state: State) -> State:
@@ -228,12 +248,32 @@ class LocalLink:
         getattr(self._coordinator, method)(*args)
 
 
-def start_coordinator(config: Batching, run: RunDirectory) -> Any:
+class CoordinatorActor(Coordinator):
+    """A coordinator in a process of its own, where the run's metrics are kept.
+
+    Args:
+        config: How the run decides.
+        run: Its directory.
+        name: What its metrics are tagged with.
+    """
+
+    def __init__(self, config: Batching, run: RunDirectory, name: str) -> None:
+        metrics = RunMetrics(name)
+        super().__init__(config, run, metrics)
+        metrics.keep_fresh()
+
+
+def start_coordinator(config: Batching, run: RunDirectory, name: str | None = None) -> Any:
     """Start the actor next to the driver, which owns it.
 
     It ends with the driver, survives its own death (calls retry by themselves), takes no CPU and needs no
     name.
+
+    Args:
+        config: How the run decides.
+        run: Its directory.
+        name: What its metrics are tagged with; the directory's name if left out.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Coordinator)
-    return actor.options(scheduling_strategy=here).remote(config, run)
+    actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(CoordinatorActor)
+    return actor.options(scheduling_strategy=here).remote(config, run, name or run.name)
