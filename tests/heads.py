@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
+import shutil
 import socket
 import subprocess
 import sys
@@ -138,14 +138,13 @@ class Head:
 
     def end(self) -> None:
         family = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-        _, alive = psutil.wait_procs(family, timeout=10)
+        for each in family:
+            each.terminate()
+        _, alive = psutil.wait_procs(family, timeout=5)
         for each in alive:
             each.kill()
+        self.process.kill()
+        self.process.wait(timeout=10)
 
 
 def free_ports(count: int) -> list[int]:
@@ -168,6 +167,4 @@ def head(*, with_token: bool) -> Iterator[Head]:
             yield node
         finally:
             node.end()
-            import shutil
-
             shutil.rmtree(node.temp, ignore_errors=True)

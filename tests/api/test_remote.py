@@ -178,7 +178,12 @@ def test_a_task_beside_the_script_and_its_failures(node: Head, tmp_path: Path) -
     """The folder is sent; what is wrong is raised as what it is, and the next run may have the name."""
     (tmp_path / "own_task.py").write_text(
         "from ray_dynbs.tasks.digits import *\n"
-        "def loss(model, batch):\n    raise ValueError('no luck') if model.training else None\n"
+        "import torch\n"
+        "whole = loss\n"
+        "def loss(model, batch):\n"
+        "    if torch.is_grad_enabled():\n"  # in training only
+        "        raise ValueError('no luck')\n"
+        "    return whole(model, batch)\n"
     )
     result = script(
         f"""

@@ -74,7 +74,12 @@ def test_a_job_is_followed_and_its_exit_codes_passed_on(node: Head, tmp_path: Pa
 
     (tmp_path / "bad_task.py").write_text(
         "from ray_dynbs.tasks.digits import *\n"
-        "def loss(model, batch):\n    raise ValueError('no luck') if model.training else None\n"
+        "import torch\n"
+        "whole = loss\n"
+        "def loss(model, batch):\n"
+        "    if torch.is_grad_enabled():\n"  # in training only
+        "        raise ValueError('no luck')\n"
+        "    return whole(model, batch)\n"
     )
     (tmp_path / "bad.yaml").write_text(
         (ROOT / DIGITS).read_text().replace("ray_dynbs.tasks.digits", "bad_task")
