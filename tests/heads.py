@@ -21,6 +21,8 @@ import requests
 ROOT = Path(__file__).parents[1]
 READY_S = 90
 HOST = "127.0.0.1"
+RAYS_OWN = ("_StatsActor", "_AutoscalingCoordinatorActor")
+"""Ray Data makes these once for all jobs of a cluster, and keeps them."""
 
 
 class Head:
@@ -126,15 +128,15 @@ class Head:
     def _held(self) -> list[str]:
         actors = self.get("/api/v0/actors?limit=1000")["data"]["result"]["result"]
         groups = self.get("/api/v0/placement_groups?limit=1000")["data"]["result"]["result"]
-        alive = [f"actor {each['class_name']} {each['state']}" for each in actors if each["state"] != "DEAD"]
+        alive = [
+            f"actor {each['class_name']} {each['state']}"
+            for each in actors
+            if each["state"] != "DEAD" and each["class_name"] not in RAYS_OWN
+        ]
         alive += [f"placement group {each['state']}" for each in groups if each["state"] != "REMOVED"]
         family = psutil.Process(self.process.pid).children(recursive=True)
         names = [" ".join(each.cmdline()) for each in family if each.status() != psutil.STATUS_ZOMBIE]
-        return alive + [
-            name
-            for name in names
-            if "ray_dynbs" in name or ("ray::" in name and "IDLE" not in name and "Agent" not in name)
-        ]
+        return alive + [name.strip() for name in names if _works(name)]
 
     def end(self) -> None:
         family = psutil.Process(self.process.pid).children(recursive=True)
@@ -145,6 +147,12 @@ class Head:
             each.kill()
         self.process.kill()
         self.process.wait(timeout=10)
+
+
+def _works(command: str) -> bool:
+    """Whether a process of a node does something for somebody."""
+    idle = any(word in command for word in ("IDLE", "Agent", *RAYS_OWN))
+    return "ray_dynbs" in command or ("ray::" in command and not idle)
 
 
 def free_ports(count: int) -> list[int]:

@@ -146,6 +146,8 @@ def test_ray_job_submit_and_a_search(node: Head) -> None:
         if job["status"] == "FAILED" and "epochs=none" in job["entrypoint"]
     ]
     assert [job["driver_exit_code"] for job in failed] == [2]
+    if node.with_token:
+        return  # a search differs from a run in what it runs, not in how it gets there
     small = ["--set", "search.num_trials=2", "--set", "set.epochs=2", "--set", "seeds=1"]
     code, output = ray_job("jobs/tune.py", "tune_configs/thresholds.yaml", *small)
     assert code == 0, output

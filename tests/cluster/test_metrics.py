@@ -319,6 +319,7 @@ def check_against_the_record(found: Scraped, directory: RunDirectory) -> int:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_scrape_is_a_row_of_the_record(reporting_cluster: None, tmp_path: Path) -> None:
     directory = RunDirectory.create(str(tmp_path), CONFIG.name)
@@ -336,6 +337,7 @@ def test_a_scrape_is_a_row_of_the_record(reporting_cluster: None, tmp_path: Path
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_gauges_outlive_the_actor_s_death_and_not_the_run(reporting_cluster: None, run: RunDirectory) -> None:
     actor = start_coordinator(CONFIG, run, "a run's name")
