@@ -1,6 +1,8 @@
 """Training jobs on Ray that choose their own batch size while they run, and stay correct while they do."""
 
 import importlib
+import logging
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from ray_dynbs.core.errors import ConfigError
@@ -38,5 +40,9 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     """What needs torch and Ray is imported when it is asked for: the manager needs neither."""
     if name in _PLACES:
-        return getattr(importlib.import_module(_PLACES[name]), name)
+        # In a notebook, importing Ray asks for a package that Ray's own widgets would need.
+        logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="IProgress not found")
+            return getattr(importlib.import_module(_PLACES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

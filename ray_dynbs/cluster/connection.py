@@ -14,6 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from ray_dynbs.cluster.authentication import ANSWER_S, INSTALL, authenticate, call_grpc
 from ray_dynbs.cluster.package import make_package
 from ray_dynbs.cluster.session import ray_session
@@ -40,7 +42,6 @@ class Connection:
     ) -> None:
         self.address = address
         self._open = ExitStack()
-        ray = _import_ray()
         if ray.is_initialized():
             raise ConfigError("Ray is connected already; allowed: ray.shutdown() before connecting anew")
         if address == "local":
@@ -65,15 +66,6 @@ class Connection:
     def close(self) -> None:
         """Disconnect; runs in progress go on, but on a private cluster, which ends."""
         self._open.close()
-
-
-def _import_ray() -> Any:
-    """Ray, which in a notebook asks for a package that its widgets would need; ours do not."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="IProgress not found")
-        import ray
-    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
-    return ray
 
 
 def _target(address: str) -> str:
@@ -140,8 +132,6 @@ def _connect(address: str, runtime_env: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: they are not, or Ray gave up.
     """
-    import ray
-
     for name in ("ray.util.client", "ray._private.runtime_env"):
         logging.getLogger(name).setLevel(logging.ERROR)
     checks_itself = "RAY_IGNORE_VERSION_MISMATCH" not in os.environ
@@ -171,6 +161,4 @@ def _connect(address: str, runtime_env: Mapping[str, Any]) -> None:
 
 def versions() -> tuple[str, str]:
     """Of Python and Ray, here."""
-    import ray
-
     return platform.python_version(), ray.__version__
