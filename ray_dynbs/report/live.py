@@ -19,7 +19,9 @@ from ray_dynbs.core.decision import Decision
 from ray_dynbs.report.cells import COLUMNS, Restarts, Row, epoch_cells, metric_title, short_reason
 from ray_dynbs.report.lines import EpochLines
 
-NOTEBOOK_WIDTH = 140
+NOTEBOOK_WIDTH, NOTEBOOK_ROWS = 140, 60
+REDRAW_S = 0.5
+"""Shortest time between two drawings in a notebook, whose every one is sent as a whole."""
 NARROW = 100
 _NEEDS_WIDTH = {"micro x k": NARROW, "mem": NARROW, "noise": NARROW, "lr": 70, "samples/s": 70, "loss": 50}
 """Columns left out where a line has fewer characters than that."""
@@ -82,21 +84,22 @@ class RunTable:
         self._ends.append((self._last, self._done))
         self._rows.append((epoch_cells(row), _coloured(row, decision)))
 
-    def render(self, width: int, height: int | None = None) -> Group:
+    def render(self, width: int, height: int | None = None, newest: int | None = None) -> Group:
         """The table.
 
         Args:
             width: Columns of the screen: a narrow one hides what is least looked at.
             height: Its lines: only the newest epochs that fit are shown; ``None`` for all.
+            newest: Show so many epochs at most.
         """
         notes = [Text(f"note: {note}", style="yellow") for note in self._notes[-3:]]
-        return Group(self._table(width, height), *notes, self._progress(width))
+        return Group(self._table(width, height, newest), *notes, self._progress(width))
 
-    def _table(self, width: int, height: int | None) -> Table:
+    def _table(self, width: int, height: int | None, newest: int | None) -> Table:
         hidden = {name for name, needed in _NEEDS_WIDTH.items() if width < needed}
         if not any(cells["noise"] != "-" for cells, _ in self._rows):
             hidden.add("noise")
-        shown = self._rows
+        shown = self._rows[-newest:] if newest else self._rows
         if height is not None:
             shown = self._rows[-max(height - 10, _SMALL_SCREEN_ROWS) :]
         table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
@@ -142,7 +145,7 @@ class Growing(Protocol):
     def add(self, *event: Any) -> None:
         """Something has ended."""
 
-    def render(self, width: int, height: int | None = None) -> Group:
+    def render(self, width: int, height: int | None = None, newest: int | None = None) -> Group:
         """The table."""
 
 
@@ -188,7 +191,9 @@ class NotebookTable:
     """
 
     def __init__(self, table: Growing) -> None:
-        self._table, self._handle = table, None
+        self._table = table
+        self._handle: Any = None
+        self._drawn = 0.0
 
     def __enter__(self) -> NotebookTable:
         from IPython.display import display
@@ -199,19 +204,20 @@ class NotebookTable:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        return None
+        self._handle.update(self._html())
 
     def show(self, *event: Any) -> None:
         """An epoch, or a trial, has ended."""
         self._table.add(*event)
-        handle: Any = self._handle
-        handle.update(self._html())
+        if time.monotonic() - self._drawn > REDRAW_S:
+            self._handle.update(self._html())
+            self._drawn = time.monotonic()
 
     def _html(self) -> Any:
         from IPython.display import HTML
 
         console = Console(record=True, width=NOTEBOOK_WIDTH, force_jupyter=False, file=io.StringIO())
-        console.print(self._table.render(NOTEBOOK_WIDTH))
+        console.print(self._table.render(NOTEBOOK_WIDTH, newest=NOTEBOOK_ROWS))
         return HTML(console.export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
 
 

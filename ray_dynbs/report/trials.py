@@ -102,12 +102,13 @@ class TrialTable:
         """A trial has ended."""
         self._rows.append(row)
 
-    def render(self, width: int, height: int | None = None) -> Group:
+    def render(self, width: int, height: int | None = None, newest: int | None = None) -> Group:
         """The table.
 
         Args:
             width: Columns of the screen.
             height: Its lines: only the newest trials that fit are shown; ``None`` for all.
+            newest: Show so many trials at most.
         """
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for name in ("trial", self._metric, "epochs", "time s", *([self._cost] if self._cost else [])):
@@ -116,7 +117,8 @@ class TrialTable:
         table.add_column("point", no_wrap=height is not None or width < 100, overflow="ellipsis")
         best = self._best()
         numbered = list(enumerate(self._rows, 1))
-        shown = numbered if height is None else numbered[-max(height - _ROWS_BESIDE, 5) :]
+        most = newest if height is None else max(height - _ROWS_BESIDE, 5)
+        shown = numbered[-most:] if most else numbered
         for number, row in shown:
             table.add_row(*self._cells(number, row), style="bold green" if row is best else None)
         elapsed = int(self._clock() - self._started)

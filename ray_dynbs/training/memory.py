@@ -1,63 +1,151 @@
-"""How full the memory is: real use over real capacity, of the device this rank computes on."""
+"""How full the memory is: real use over real capacity, of the device this rank computes on.
+
+Where nothing limits a process but the machine, that is the machine; in a container it is the tightest limit
+of the control groups around it; on an accelerator the device, with what other processes hold of it.
+"""
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
-CGROUP_ROOT = Path("/sys/fs/cgroup")
-_NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a number near 2**63 where there is no limit
+from ray_dynbs.training.cgroups import Limit, tightest_limit
+
+MONITOR, MONITOR_DEFAULT = "RAY_memory_usage_threshold", 0.95
+"""Ray kills workers above this fraction of the host's or container's memory."""
+REFRESHED = Path("/proc/self/clear_refs")
 
 
-def memory_fraction(device: torch.device) -> float:
-    """Memory in use over memory there is, in [0, 1].
+@dataclass(frozen=True)
+class MemoryReading:
+    """Memory of a device, in bytes.
 
-    On CUDA: everything held on the device, by any process, over its total. On the CPU: the
-    container's use, without page cache that can be dropped, over the smaller of its limit and the
-    host's memory; without a container limit, the host's own figures.
+    Attributes:
+        used_bytes: Held by anybody, what can be dropped at once left out.
+        total_bytes: All there is: of the device, the container, or the host.
+        own_bytes: Held by this process.
+        source: What was asked, in words.
+        alloc_retries: How often the allocator had to give back memory before it could go on (CUDA).
+        doubts: What could not be read.
+    """
+
+    used_bytes: int
+    total_bytes: int
+    own_bytes: int
+    source: str
+    alloc_retries: int = 0
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def fraction(self) -> float:
+        """In use over there is, in [0, 1]."""
+        return min(max(self.used_bytes / max(self.total_bytes, 1), 0.0), 1.0)
+
+    @property
+    def other_bytes(self) -> int:
+        """Held by others than this process."""
+        return max(self.used_bytes - self.own_bytes, 0)
+
+
+def read_memory(device: torch.device) -> MemoryReading:
+    """Ask for the memory of a device.
+
+    Args:
+        device: CPU, CUDA, XPU or MPS.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return (total - free) / total
-    host = psutil.virtual_memory()
-    container = container_memory()
-    if container is not None and container[1] < host.total:
-        return container[0] / container[1]
-    return float((host.total - host.available) / host.total)
+        own = torch.cuda.memory_reserved(device)
+        retries = int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+        return MemoryReading(total - free, total, own, torch.cuda.get_device_name(device), retries)
+    if device.type == "xpu":
+        free, total = torch.xpu.mem_get_info(device)
+        return MemoryReading(total - free, total, torch.xpu.memory_reserved(device), "XPU")
+    if device.type == "mps":
+        total, own = torch.mps.recommended_max_memory(), torch.mps.driver_allocated_memory()
+        return MemoryReading(own, total, own, "MPS, recommended maximum")
+    return read_host_memory()
 
 
-def container_memory(root: Path = CGROUP_ROOT) -> tuple[int, int] | None:
-    """Bytes used and allowed in the cgroup mounted at ``root``, v2 or v1; ``None`` without a limit there.
+def read_host_memory(limit: Limit | None = None) -> MemoryReading:
+    """Memory of the container, where its limit is below the host's memory; else of the host.
 
-    In a container that is the container's own; a limit of a nested group is not seen yet.
+    Args:
+        limit: The container's; looked for if left out.
     """
-    v2 = _read(root / "memory.max"), _read(root / "memory.current"), root / "memory.stat", "inactive_file"
-    v1_root = root / "memory"
-    v1 = (
-        _read(v1_root / "memory.limit_in_bytes"),
-        _read(v1_root / "memory.usage_in_bytes"),
-        v1_root / "memory.stat",
-        "total_inactive_file",
-    )
-    for limit, used, stat, cache_key in (v2, v1):
-        if limit is not None and used is not None and limit < _NO_LIMIT_BYTES:
-            return max(used - _stat(stat, cache_key), 0), limit
-    return None
+    host, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
+    limit = tightest_limit() if limit is None else limit
+    if limit.max_bytes is not None and limit.max_bytes < host.total:
+        return MemoryReading(limit.used_bytes, limit.max_bytes, own, limit.source, doubts=limit.doubts)
+    return MemoryReading(host.total - host.available, host.total, own, "host", doubts=limit.doubts)
 
 
-def _read(path: Path) -> int | None:
+def memory_fraction(device: torch.device) -> float:
+    """Memory in use over memory there is, in [0, 1]."""
+    return read_memory(device).fraction
+
+
+def usable_fraction(device: torch.device, headroom: float) -> float:
+    """What of the memory may be used, in (0, 1): less head-room, and below where Ray kills.
+
+    Args:
+        device: Whose memory.
+        headroom: Fraction to keep free.
+    """
+    if device.type in ("cuda", "xpu", "mps"):
+        return 1.0 - headroom
     try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+        monitor = float(os.environ.get(MONITOR, MONITOR_DEFAULT))
+    except ValueError:
+        monitor = MONITOR_DEFAULT
+    return min(1.0, monitor) - headroom
 
 
-def _stat(path: Path, key: str) -> int:
+class PeakMeter:
+    """The most memory that this process has held of a device since :meth:`reset`.
+
+    Args:
+        device: Which.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def reset(self) -> None:
+        """Forget what was."""
+        if self._device.type in ("cuda", "xpu"):
+            torch.accelerator.synchronize(self._device)
+            module = torch.cuda if self._device.type == "cuda" else torch.xpu
+            module.empty_cache()
+            module.reset_peak_memory_stats(self._device)
+        elif self._device.type == "cpu":
+            try:
+                REFRESHED.write_text("5")  # Linux: the high-water mark begins anew
+            except OSError:
+                return
+
+    def peak_bytes(self) -> int:
+        """In bytes; on devices that keep no record, what is held now."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return int(torch.cuda.max_memory_reserved(self._device))
+        if self._device.type == "xpu":
+            torch.xpu.synchronize(self._device)
+            return int(torch.xpu.max_memory_reserved(self._device))
+        if self._device.type == "mps":
+            return int(torch.mps.driver_allocated_memory())
+        return max(_high_water_mark(), int(psutil.Process().memory_info().rss))
+
+
+def _high_water_mark() -> int:
+    """Of this process's resident memory, where Linux tells; 0 elsewhere."""
     try:
-        lines = path.read_text().splitlines()
+        status = Path("/proc/self/status").read_text()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{key} ")), 0)
+    lines = [line.split() for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(lines[0][1]) * 1024 if lines else 0

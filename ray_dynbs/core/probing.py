@@ -1,0 +1,148 @@
+"""Which micro-batch sizes to try, to find the largest one that fits in memory.
+
+The peak of memory is close to ``a + c m`` in the micro-batch m, with a slope that may change once (another
+algorithm of a library, a buffer that grows). Every size that is returned has been run; only where to look
+next is extrapolated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from ray_dynbs.core.errors import ConfigError
+
+TOLERANCE = 0.03
+"""How far below the true maximum an answer may lie, as a fraction of it."""
+MOST_TRIES = 8
+"""Sizes after which the best one so far is taken."""
+_BEND = 2.0
+"""By what factor the slope may change."""
+_STRAIGHT = 1.05
+"""Slopes that differ by less are one."""
+_CAREFUL, _NEAR = 0.3, 0.6
+"""After a surprise: how far to go between a safe size and one that failed, and from where on to do so."""
+
+
+@dataclass
+class MicroBatchSearch:
+    """A search over sizes, told what each one took.
+
+    Attributes:
+        start: First size to try, rows.
+        most: Largest size allowed, which is itself tried before it is returned.
+        target_bytes: Largest peak that counts as fitting: the capacity less head-room.
+        peaks: Size -> peak in bytes; ``None`` where it ran out of memory. In the order tried.
+    """
+
+    start: int
+    most: int
+    target_bytes: float
+    peaks: dict[int, float | None] = field(default_factory=dict)
+    _surprised: bool = False
+
+    def __post_init__(self) -> None:
+        if self.start < 1 or self.most < 1:
+            raise ConfigError(f"a search from {self.start} up to {self.most} rows; allowed: at least 1")
+
+    @property
+    def best(self) -> int | None:
+        """The largest size that was run and fits; ``None`` if none did."""
+        return max(self._fitting, default=None)
+
+    def record(self, rows: int, peak_bytes: float | None) -> None:
+        """What a size took.
+
+        Args:
+            rows: The size.
+            peak_bytes: Its peak; ``None`` where it ran out of memory.
+        """
+        # With two sizes that fit, a failure was no guess but a prediction: the slope changes below it.
+        self._surprised |= peak_bytes is None and len(self._fitting) > 1
+        self.peaks[rows] = peak_bytes
+
+    def propose(self) -> int | None:
+        """The next size to try; ``None`` where :attr:`best` is the answer."""
+        if not self.peaks:
+            return min(self.start, self.most)
+        fitting, failing = self._fitting, self._failing
+        low, upper = max(fitting, default=0), min(failing, default=self.most + 1) - 1
+        if low >= upper or (low and len(self.peaks) >= MOST_TRIES):
+            return None
+        if not fitting:
+            return 1  # smaller by far than what failed: from there the slope is known soon
+        rows = self._second(low, upper) if len(fitting) == 1 else self._next(low, upper)
+        return None if rows is None or rows in self.peaks else min(rows, upper)
+
+    @property
+    def _fitting(self) -> list[int]:
+        return sorted(m for m, peak in self.peaks.items() if peak is not None and peak <= self.target_bytes)
+
+    @property
+    def _failing(self) -> list[int]:
+        return sorted(m for m, peak in self.peaks.items() if peak is None or peak > self.target_bytes)
+
+    def _peak(self, rows: int) -> float:
+        return self.peaks[rows] or 0.0
+
+    def _slope(self, a: int, b: int) -> float:
+        return (self._peak(b) - self._peak(a)) / (b - a)
+
+    def _second(self, low: int, upper: int) -> int | None:
+        """With one size that fits: where a second point makes a line."""
+        failing = self._failing
+        if failing and self.peaks[failing[0]] is not None:
+            return self._from_above() or self._between(low, failing[0])
+        if failing:
+            return 2 if low == 1 else low // 2
+        # A peak that began at zero would have the steepest slope: that far it fits in any case.
+        return min(max(int(low * self.target_bytes / max(self._peak(low), 1.0)), 2 * low), upper)
+
+    def _next(self, low: int, upper: int) -> int | None:
+        before = self._fitting[-2]
+        slope, room = self._slope(before, low), self.target_bytes - self._peak(low)
+        if slope <= 0:
+            return 8 * low
+        steepest, flattest = slope * _BEND, slope if self._bend_is_behind else slope / _BEND
+        if low + room / flattest <= (1 + TOLERANCE) * low:
+            return None
+        rows = int(low + room / slope)
+        failing = self._failing
+        if failing:
+            if upper + 1 <= (1 + TOLERANCE) * low:
+                return None
+            rows = self._within(rows, low, failing[0], room / steepest)
+        if rows <= low:  # one more may fit, if the slope is about to fall
+            return low + 1 if room >= flattest else None
+        return rows
+
+    def _within(self, rows: int, low: int, high: int, safe: float) -> int:
+        """A size between one that fits and one that fails, given what the slope below predicts."""
+        if self.peaks[high] is not None:
+            return rows if rows < high else self._from_above() or self._between(low, high)
+        if rows < high and not (self._surprised and rows > low + _NEAR * (high - low)):
+            return rows
+        return int(low + safe + _CAREFUL * max(high - 1 - low - safe, 0.0))
+
+    def _between(self, low: int, high: int) -> int:
+        """Where the line between two known peaks meets the target."""
+        return int(low + (self.target_bytes - self._peak(low)) / self._slope(low, high))
+
+    def _from_above(self) -> int | None:
+        """Where the line through two peaks above the target meets it; ``None`` without such a place."""
+        known = [rows for rows in self._failing if self.peaks[rows] is not None]
+        if len(known) < 2 or known[0] != self._failing[0] or self._slope(*known[:2]) <= 0:
+            return None
+        rows = math.floor(
+            known[0] - (self._peak(known[0]) - self.target_bytes) / self._slope(known[0], known[1])
+        )
+        return rows if max(self._fitting, default=0) < rows < known[0] else None
+
+    @property
+    def _bend_is_behind(self) -> bool:
+        """Whether the slope has changed already, below the last interval: it changes no more."""
+        known = sorted(rows for rows, peak in self.peaks.items() if peak is not None)
+        slopes = [self._slope(a, b) for a, b in pairwise(known)][:-1]
+        slopes = [slope for slope in slopes if slope > 0]
+        return len(slopes) > 1 and max(slopes) > _STRAIGHT * min(slopes)
