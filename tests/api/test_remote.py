@@ -120,7 +120,7 @@ def test_an_interrupted_kernel_re_attaches_in_another_one(node: Head, tmp_path: 
         '"task_args": {"channels": [4, 4]}})'
     )
     first = Kernel(
-        [connect, train, "run", "again = ray_dynbs.train(" + train.partition("(")[2]],
+        [connect, train, "print(run)", "again = ray_dynbs.train(" + train.partition("(")[2]],
         environment(node),
         tmp_path,
     )

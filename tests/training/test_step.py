@@ -17,7 +17,6 @@ from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.training.checkpoint import STATE_FILE, TrainState, seed_everything
 from ray_dynbs.training.evaluate import evaluate
 from ray_dynbs.training.gradients import FlatGradients
-from ray_dynbs.training.memory import container_memory, memory_fraction
 from ray_dynbs.training.precision import MixedPrecision
 from ray_dynbs.training.stats import StepStats
 from ray_dynbs.training.step import OptimizerStep
@@ -317,35 +316,3 @@ def test_each_epoch_and_rank_has_its_own_reproducible_random_numbers() -> None:
         numbers = float(torch.rand(())), random.random()
         assert drawn.setdefault(key, numbers) == numbers
     assert len(set(drawn.values())) == 4
-
-
-def write(folder: Path, **files: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text)
-    return folder
-
-
-def test_container_memory_reads_both_cgroup_versions(tmp_path: Path) -> None:
-    v2 = write(
-        tmp_path / "v2",
-        memory__max="1000\n",
-        memory__current="600\n",
-        memory__stat="anon 1\ninactive_file 100\n",
-    )
-    assert container_memory(v2) == (500, 1000)
-    v1 = tmp_path / "v1"
-    write(
-        v1 / "memory",
-        memory__limit_in_bytes="1000",
-        memory__usage_in_bytes="400",
-        memory__stat="inactive_file 1\ntotal_inactive_file 50\n",
-    )
-    assert container_memory(v1) == (350, 1000)
-    unlimited = write(tmp_path / "max", memory__max="max\n", memory__current="600\n")
-    assert container_memory(unlimited) is None
-    assert container_memory(tmp_path / "nothing") is None
-
-
-def test_the_memory_reading_is_a_fraction() -> None:
-    assert 0 < memory_fraction(CPU) < 1

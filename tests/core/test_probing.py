@@ -1,0 +1,116 @@
+"""The search for the largest micro-batch: few sizes tried, close to the truth, never beyond the bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.probing import TOLERANCE, MicroBatchSearch
+
+CAPACITY = 16e9
+STARTS = [1, 2, 8, 16, 32, 64, 256, 1000, 4096, 20_000]
+
+
+def run(search: MicroBatchSearch, peak: Callable[[int], float], capacity: float = CAPACITY) -> int:
+    """Run a search on a simulated memory; returns the number of sizes tried."""
+    while (rows := search.propose()) is not None:
+        assert 1 <= rows <= search.most
+        assert rows not in search.peaks
+        assert len(search.peaks) < 30
+        search.record(rows, peak(rows) if peak(rows) <= capacity else None)
+    assert search.best is None or search.best in search.peaks
+    return len(search.peaks)
+
+
+def bent(maximum: int, at: int, factor: float, base: float, target: float) -> Callable[[int], float]:
+    """Peaks along a line with one bend, such that exactly ``maximum`` rows fit."""
+    slope = (target - base) / (at + factor * (maximum - at) + 0.5 * factor)
+    return lambda rows: base + slope * (min(rows, at) + factor * max(rows - at, 0))
+
+
+worlds = st.fixed_dictionaries(
+    {
+        "maximum": st.integers(1, 10_000) | st.integers(1, 100),
+        "start": st.sampled_from(STARTS),
+        "base": st.sampled_from([0.01, 0.1, 0.3, 0.5, 0.8, 0.95]),
+        "headroom": st.sampled_from([0.05, 0.1, 0.2, 0.3]),
+        "most": st.sampled_from([1_000_000, 20_000]) | st.integers(1, 12_000),
+    }
+)
+
+
+def check(world: dict[str, float], factor: float, at: float, most_tries: int) -> None:
+    maximum, most = int(world["maximum"]), int(world["most"])
+    target = CAPACITY * (1 - world["headroom"])
+    bend = max(1, int(maximum * at)) if factor != 1 else maximum
+    peak = bent(maximum, bend, factor, world["base"] * target, target)
+    search = MicroBatchSearch(int(world["start"]), most, target)
+    tries = run(search, peak)
+    truth = min(maximum, most)
+    assert search.best is not None
+    assert (1 - TOLERANCE) * truth <= search.best <= truth
+    assert tries <= most_tries
+
+
+@settings(max_examples=500)
+@given(worlds)
+def test_where_the_peak_is_a_line_five_sizes_are_enough(world: dict[str, float]) -> None:
+    check(world, 1.0, 1.0, 5)
+
+
+@settings(max_examples=800)
+@given(worlds, st.sampled_from([0.5, 0.6, 0.75, 0.9, 1.1, 1.3, 1.6, 2.0]), st.floats(0.02, 0.98))
+def test_where_the_slope_changes_once_eight_are(world: dict[str, float], factor: float, at: float) -> None:
+    check(world, factor, at, 8)
+
+
+def test_the_worked_value() -> None:
+    """8 rows take 3 GiB, 32 take 7.5 GiB: of 16 GiB with 10 % head-room, 68 fit."""
+    search = MicroBatchSearch(8, 1000, 0.9 * 16)
+    assert search.propose() == 8
+    search.record(8, 3.0)
+    search.propose()
+    search.record(32, 7.5)
+    assert search.propose() == 68
+
+
+def test_rounding_of_an_allocator_changes_little() -> None:
+    """Peaks in whole blocks of 2 MiB, as CUDA's allocator takes them."""
+    block, target = 2 * 2**20, 0.9 * CAPACITY
+    for maximum in (3, 17, 250, 3_000):
+        line = bent(maximum, maximum, 1.0, 0.4 * target, target)
+        search = MicroBatchSearch(8, 10_000, target)
+        assert run(search, lambda rows: -(-line(rows) // block) * block) <= 8  # noqa: B023
+        assert search.best is not None
+        assert search.best >= 0.95 * maximum - 1
+
+
+def test_the_largest_allowed_is_itself_tried_and_never_exceeded() -> None:
+    search = MicroBatchSearch(8, 100, 0.9 * CAPACITY)
+    run(search, lambda rows: 1e9 + 1e6 * rows)
+    assert search.best == 100
+    assert max(search.peaks) == 100
+
+
+def test_where_not_even_one_row_fits_there_is_no_answer() -> None:
+    search = MicroBatchSearch(32, 100, 0.9 * CAPACITY)
+    assert run(search, lambda rows: 2 * CAPACITY) == 2
+    assert list(search.peaks) == [32, 1]
+    assert search.best is None
+
+
+def test_peaks_that_do_not_grow_end_at_the_largest() -> None:
+    search = MicroBatchSearch(4, 10_000, 0.9 * CAPACITY)
+    assert run(search, lambda rows: 2e9) <= 8
+    assert search.best is not None
+    assert search.best >= 1000
+
+
+@pytest.mark.parametrize(("start", "most"), [(0, 5), (5, 0)])
+def test_sizes_below_one_are_refused(start: int, most: int) -> None:
+    with pytest.raises(ConfigError, match="allowed: at least 1"):
+        MicroBatchSearch(start, most, 1.0)
