@@ -40,6 +40,16 @@ def check_command(config: Config) -> None:
     )
 
 
+def print_platform() -> None:
+    """This machine's devices, memory, limits and precisions, and what a run would use of them."""
+    from ray_dynbs.training.platform import describe_platform
+
+    found = describe_platform()
+    width = max(len(name) for name, _ in found)
+    for name, words in found:
+        typer.echo(f"{name:<{width}}  {words}")
+
+
 def print_schema(beginning: str = "") -> None:
     """Every key with its type, range, default and meaning.
 

@@ -113,15 +113,21 @@ def check(
         bool,
         typer.Option("--schema", help="print every key, or those of the word in CONFIG's place"),
     ] = False,
+    platform: Annotated[
+        bool, typer.Option("--platform", help="print this machine's devices, memory, limits and precisions")
+    ] = False,
 ) -> None:
-    """Check CONFIG without training, or print all keys there are."""
-    from ray_dynbs.cli.check import check_command, print_schema
+    """Check CONFIG without training, or print all keys there are, or what this machine offers."""
+    from ray_dynbs.cli.check import check_command, print_platform, print_schema
 
     if schema:
         print_schema(str(config) if config else "")
+        return
+    if platform:
+        print_platform()
     elif config is None:
-        raise ConfigError("check: CONFIG is missing (or ask for --schema)")
-    else:
+        raise ConfigError("check: CONFIG is missing (or ask for --schema, --platform)")
+    if config is not None:
         check_command(load_config(config, overrides or ()))
 
 

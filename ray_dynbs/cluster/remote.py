@@ -149,18 +149,27 @@ def start_driver(name: str, kind: str, content: str, resume: bool | str) -> None
     while True:
         try:
             driver = options.remote(name, arguments, content)
+            ray.get(driver.content.remote())  # over Ray Client, a name that is taken is told only now
             break
-        except ValueError as error:  # the name is taken
+        except (ValueError, ray.exceptions.RayError) as error:
             watch = Watch(name)
+            if not watch.alive and time.monotonic() < deadline:
+                time.sleep(0.2)  # the one before has just gone
+                continue
             watch.poll()
-            if (watch.alive and watch.code is None) or time.monotonic() > deadline:
-                raise ConfigError(
-                    f"{name}: a run of this name is in progress; allowed: ray_dynbs.attach({name!r}), or "
-                    "another name"
-                ) from error
+            if watch.code is None or time.monotonic() > deadline:
+                raise ConfigError(_why_not_started(name, watch, error)) from error
             watch.dismiss()  # it has ended, and was waiting to be asked about it
             time.sleep(0.2)
     driver.run.remote()
+
+
+def _why_not_started(name: str, watch: Watch, error: BaseException) -> str:
+    if watch.alive:
+        return (
+            f"{name}: a run of this name is in progress; allowed: ray_dynbs.attach({name!r}), or another name"
+        )
+    return f"{name}: its driver did not start: {' '.join(str(error).split())[:500]}"
 
 
 class Watch:
