@@ -33,13 +33,18 @@ class Agreement:
         self._unsent: list[EpochRecord] = []
         self.notes: list[str] = []
 
-    def start(self, num_rows: int, state: dict[str, Any] | None) -> None:
+    def start(self, num_rows: int, state: dict[str, Any] | None, micro_ceiling: int | None = None) -> None:
         """Begin, for the first time or after a restart, from the manager state of a checkpoint.
+
+        Args:
+            num_rows: Rows in one pass.
+            state: The manager's, from the checkpoint.
+            micro_ceiling: Most rows found to fit in one forward/backward, if a limit was met.
 
         Raises:
             RuntimeError: the coordinator did not answer.
         """
-        reply = self._ask("start", self._world.size, num_rows, state)
+        reply = self._ask("start", self._world.size, num_rows, state, micro_ceiling)
         if reply is None:
             raise RuntimeError("the coordinator did not answer")
         self._agree(reply)

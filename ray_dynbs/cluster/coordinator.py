@@ -78,7 +78,14 @@ class Coordinator:
         self._starts: dict[str, int] = {}
         self._show_newest()
 
-    def start(self, group: str, world_size: int, num_rows: int, state: State | None) -> Reply:
+    def start(
+        self,
+        group: str,
+        world_size: int,
+        num_rows: int,
+        state: State | None,
+        micro_ceiling: int | None = None,
+    ) -> Reply:
         """A group of workers begins, for the first time or after a restart.
 
         Args:
@@ -86,6 +93,7 @@ class Coordinator:
             world_size: Its number of ranks.
             num_rows: Rows in one pass over the training data.
             state: The manager state of the checkpoint it begins from, if there is one.
+            micro_ceiling: Most rows that this group found to fit in one forward/backward.
         """
         if group not in self._starts:
             self._starts[group] = 1 + max((i for i, _ in self._decisions), default=-1)
@@ -98,7 +106,7 @@ class Coordinator:
             incarnation=self._starts[group],
             num_rows=num_rows,
             # What was learned about memory outlives a roll-back.
-            micro_ceiling=min(ceilings, default=None),
+            micro_ceiling=min([*ceilings, *([micro_ceiling] if micro_ceiling else [])], default=None),
         )
         self._record(decision)
         return Reply(decision, _plain(manager.state_dict()))

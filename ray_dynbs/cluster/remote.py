@@ -33,6 +33,8 @@ LINGER_S = 600.0
 WAIT_S = 1.0
 """Longest wait for news within one call."""
 MOST_CALLS = 16
+STOPPED = 130
+"""Exit code of a command that was interrupted."""
 GONE_S = 15.0
 """Longest wait for the name of a driver that has ended."""
 STOP_S = 60.0
@@ -53,6 +55,7 @@ class Driver:
         self._lines: list[str] = []
         self._changed, self._dismissed = threading.Condition(), threading.Event()
         self._code: int | None = None
+        self._stopped = False
         self._folder = TemporaryDirectory(prefix="ray-dynbs-")
         file = Path(self._folder.name) / f"{name}.yaml"
         file.write_text(content)
@@ -75,7 +78,7 @@ class Driver:
                 self._lines.append(line.rstrip("\n"))
                 self._changed.notify_all()
         with self._changed:
-            self._code = self._process.wait()
+            self._code = STOPPED if self._process.wait() < 0 and self._stopped else self._process.returncode
             self._changed.notify_all()
         self._folder.cleanup()
         self._dismissed.wait(LINGER_S)
@@ -96,6 +99,7 @@ class Driver:
 
     def stop(self) -> None:
         """End the command as by Ctrl-C; by force where that takes too long."""
+        self._stopped = True
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -21,6 +21,7 @@ from ray_dynbs.training.loop import TrainingLoop
 from ray_dynbs.training.lr import Schedule
 from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
 from ray_dynbs.training.precision import MixedPrecision
+from ray_dynbs.training.probe import MemoryGauge, Probe, ProbeResult
 from ray_dynbs.training.reports import Progress
 from ray_dynbs.training.step import OptimizerStep
 from ray_dynbs.training.world import World
@@ -46,14 +47,14 @@ class Parts:
     feed: IndexedFeed
     validation: ColumnStore | None
 
-    def make_loop(self, progress: Progress) -> TrainingLoop:
-        """The training loop, going on from ``progress``; every rank takes rank 0's weights.
+    def make_step(self) -> OptimizerStep:
+        """The optimizer step.
 
         Raises:
             ConfigError: a model that cannot be trained in parallel micro-batches.
         """
         state, config = self.state, self.config
-        step = OptimizerStep(
+        return OptimizerStep(
             state.model,
             state.optimizer,
             self.world,
@@ -62,6 +63,10 @@ class Parts:
             on_nonfinite=config.on_nonfinite,
             preconditioned=config.noise.preconditioned,
         )
+
+    def make_loop(self, step: OptimizerStep, progress: Progress) -> TrainingLoop:
+        """The training loop, going on from ``progress``; every rank takes rank 0's weights."""
+        state, config = self.state, self.config
         return TrainingLoop(
             model=state.model,
             step=step,
@@ -75,6 +80,24 @@ class Parts:
             lone=config.lone,
             progress=progress,
         )
+
+    def probe_memory(self, step: OptimizerStep) -> ProbeResult:
+        """How many rows fit in one forward/backward, tried on all ranks; leaves everything as it is.
+
+        Raises:
+            ConfigError: not even one row does.
+        """
+        config, batch, size = self.config, self.config.batch, self.world.size
+        limits = [-(-batch.max // size), self.feed.num_rows, config.memory.max_micro_batch_size]
+        probe = Probe(
+            self.state.model,
+            step,
+            self.state.precision,
+            self.world,
+            MemoryGauge(self.world, config.memory.headroom),
+        )
+        most = min(limit for limit in limits if limit is not None)
+        return probe.find(self.loss, self.feed.largest, start=min(-(-batch.initial // size), most), most=most)
 
     def loss(self, batch: TensorBatch) -> tuple[Any, ...]:
         """The task's loss of a micro-batch."""

@@ -98,6 +98,7 @@ class Worker:
         self._validation: dict[str, float] = {}
         self._validated: dict[str, float] = {}
         self._parts.check_metrics()
+        self._step = parts.make_step()
         self._loop, state, notes = self._restore(restored)
         self._saved_step = self._loop.progress.step
         self._saved_samples = self._loop.progress.samples_seen
@@ -105,7 +106,24 @@ class Worker:
             coordinator, self._world, metric=self._config.metric.name, apply=self._loop.apply
         )
         self._agreement.notes += notes
-        self._agreement.start(self._parts.feed.num_rows, state)
+        self._agreement.start(self._parts.feed.num_rows, state, self._probed(state))
+
+    def _probed(self, state: dict[str, Any] | None) -> int | None:
+        """Most rows that fit in one forward/backward, if memory sets a limit at all.
+
+        Looked for before a run's first step; later on the manager's state holds it. Trials of a search do
+        without: each would pay for what one of them knows.
+        """
+        if state is not None or self._keep is None or self._config.memory.probe == "off":
+            return None
+        found = self._parts.probe_memory(self._step)
+        if found.largest >= found.most:
+            return None
+        self._agreement.notes.append(
+            f"memory: {found.largest} rows fit in one forward, of {found.most} allowed "
+            f"({len(found.tried)} sizes tried)"
+        )
+        return found.largest
 
     @property
     def progress(self) -> Progress:
@@ -177,7 +195,7 @@ class Worker:
     def _restore(self, folder: str | Path | None) -> tuple[TrainingLoop, dict[str, Any] | None, list[str]]:
         """The loop at a checkpoint's place if there is one, its manager state, and what to say."""
         if folder is None:
-            return self._parts.make_loop(Progress()), None, []
+            return self._parts.make_loop(self._step, Progress()), None, []
         restored = self._parts.state.load(Path(folder), self._world.device)
         self._best, self._validation = restored["best"], restored["validation"]
         num_rows, notes = self._parts.feed.num_rows, []
@@ -187,7 +205,7 @@ class Worker:
                 f"the checkpoint was trained on {restored['num_rows']} rows, there are {num_rows} now: "
                 "the new ones are used, and a per-step schedule goes on from where it was"
             )
-        loop = self._parts.make_loop(Progress(**restored["progress"]))
+        loop = self._parts.make_loop(self._step, Progress(**restored["progress"]))
         loop.load_state_dict(restored["loop"])
         return loop, restored["manager"], notes
 

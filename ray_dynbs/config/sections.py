@@ -227,6 +227,11 @@ class MemorySection(Section):
         "accumulate", description="high memory shrinks the micro-batch only, or may shrink the batch"
     )
     max_micro_batch_size: Rows | None = Field(None, description="most rows in one forward on one worker")
+    probe: Literal["auto", "off"] = Field(
+        "auto",
+        description="find the most rows that fit in one forward by real steps, before a run's first one",
+    )
+    headroom: float = Field(0.1, ge=0, lt=1, description="fraction of the memory that a probe leaves free")
 
 
 class ClusterSection(Section):

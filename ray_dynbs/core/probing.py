@@ -21,6 +21,9 @@ _BEND = 2.0
 """By what factor the slope may change."""
 _STRAIGHT = 1.05
 """Slopes that differ by less are one."""
+_MISSES = 4
+"""Predictions in a row that ran out of memory, after which there is less memory than is said."""
+_MOST_TRIES_BLIND, _BLIND_TOLERANCE = 16, 0.1
 _CAREFUL, _NEAR = 0.3, 0.6
 """After a surprise: how far to go between a safe size and one that failed, and from where on to do so."""
 
@@ -33,18 +36,24 @@ class MicroBatchSearch:
         start: First size to try, rows.
         most: Largest size allowed, which is itself tried before it is returned.
         target_bytes: Largest peak that counts as fitting: the capacity less head-room.
+        least: Smallest size that can be run at all.
         peaks: Size -> peak in bytes; ``None`` where it ran out of memory. In the order tried.
     """
 
     start: int
     most: int
     target_bytes: float
+    least: int = 1
     peaks: dict[int, float | None] = field(default_factory=dict)
     _surprised: bool = False
+    _misses: int = 0
 
     def __post_init__(self) -> None:
-        if self.start < 1 or self.most < 1:
-            raise ConfigError(f"a search from {self.start} up to {self.most} rows; allowed: at least 1")
+        if not 1 <= self.least <= min(self.start, self.most):
+            raise ConfigError(
+                f"a search from {self.start} rows between {self.least} and {self.most}; allowed: at least 1, "
+                "in this order"
+            )
 
     @property
     def best(self) -> int | None:
@@ -59,7 +68,10 @@ class MicroBatchSearch:
             peak_bytes: Its peak; ``None`` where it ran out of memory.
         """
         # With two sizes that fit, a failure was no guess but a prediction: the slope changes below it.
-        self._surprised |= peak_bytes is None and len(self._fitting) > 1
+        missed = peak_bytes is None and len(self._fitting) > 1
+        self._surprised |= missed
+        if not self._is_blind:
+            self._misses = self._misses + 1 if missed else 0
         self.peaks[rows] = peak_bytes
 
     def propose(self) -> int | None:
@@ -67,13 +79,28 @@ class MicroBatchSearch:
         if not self.peaks:
             return min(self.start, self.most)
         fitting, failing = self._fitting, self._failing
-        low, upper = max(fitting, default=0), min(failing, default=self.most + 1) - 1
-        if low >= upper or (low and len(self.peaks) >= MOST_TRIES):
+        low, upper = max(fitting, default=self.least - 1), min(failing, default=self.most + 1) - 1
+        most_tries = _MOST_TRIES_BLIND if self._is_blind else MOST_TRIES
+        if low >= upper or (fitting and len(self.peaks) >= most_tries):
             return None
         if not fitting:
-            return 1  # smaller by far than what failed: from there the slope is known soon
-        rows = self._second(low, upper) if len(fitting) == 1 else self._next(low, upper)
+            return self.least  # smaller by far than what failed: from there the slope is known soon
+        if self._is_blind:
+            rows = self._middle(low, upper + 1)
+        else:
+            rows = self._second(low, upper) if len(fitting) == 1 else self._next(low, upper)
         return None if rows is None or rows in self.peaks else min(rows, upper)
+
+    @property
+    def _is_blind(self) -> bool:
+        """Whether memory ends before what is said of it: a limit that nobody can read."""
+        return self._misses >= _MISSES
+
+    @staticmethod
+    def _middle(low: int, high: int) -> int | None:
+        if high <= (1 + _BLIND_TOLERANCE) * low:
+            return None
+        return max(low + 1, math.isqrt(low * high) if high > 2 * low else (low + high) // 2)
 
     @property
     def _fitting(self) -> list[int]:
@@ -95,7 +122,7 @@ class MicroBatchSearch:
         if failing and self.peaks[failing[0]] is not None:
             return self._from_above() or self._between(low, failing[0])
         if failing:
-            return 2 if low == 1 else low // 2
+            return low + 1 if low == self.least else max(low // 2, self.least)
         # A peak that began at zero would have the steepest slope: that far it fits in any case.
         return min(max(int(low * self.target_bytes / max(self._peak(low), 1.0)), 2 * low), upper)
 

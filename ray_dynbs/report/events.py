@@ -54,7 +54,11 @@ class EpochEvents:
 
 
 def end_with_listener() -> None:
-    """Take the end of standard input as Ctrl-C: whoever follows the events is gone."""
+    """Take the end of standard input as Ctrl-C: whoever follows the events is gone.
+
+    Where an actor has started this process, it inherits that signals are held back, and lets them in again.
+    """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
     def watch() -> None:
         while os.read(0, 1):  # not sys.stdin, whose lock Python wants at its end

@@ -20,6 +20,8 @@ from ray_dynbs.core.errors import ConfigError
 TensorBatch = dict[str, torch.Tensor]
 
 
+MOST_LOOKED_AT = 10_000
+"""Rows among which the largest one is looked for."""
 _WIDER = {np.dtype(np.uint16): np.int32, np.dtype(np.uint32): np.int64, np.dtype(np.uint64): np.int64}
 
 
@@ -78,6 +80,13 @@ class ColumnStore:
         if self._float_dtype is not None:
             batch = {k: v.to(self._float_dtype) if v.is_floating_point() else v for k, v in batch.items()}
         return batch
+
+    def largest_row(self) -> int:
+        """The row with the fewest zeros among the first ones: all have one size, but padding is zeros."""
+        count = min(self.num_rows, MOST_LOOKED_AT)
+        batch = self.gather(np.arange(count, dtype=np.int64))
+        filled = sum((values.reshape(count, -1) != 0).sum(dim=1) for values in batch.values())
+        return int(torch.as_tensor(filled).argmax())
 
     def _gather_blocks(self, rows: npt.NDArray[np.int64]) -> TensorBatch:
         owner = np.searchsorted(self._starts, rows, side="right") - 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -20,6 +22,8 @@ from torch.utils.data import (
 
 from ray_dynbs.core.errors import ConfigError
 
+LOOK_S = 2.0
+"""How long to look for the largest row."""
 _PLAIN_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
 
 
@@ -71,6 +75,28 @@ class DatasetStore:
     def gather(self, rows: npt.NDArray[np.int64]) -> Any:
         """The rows with these numbers, collated."""
         return self._collate([self._dataset[int(row)] for row in rows])
+
+    def largest_row(self) -> int:
+        """The row with the most numbers in it, of those that can be looked at in :data:`LOOK_S`."""
+        largest, most, until = 0, -1, time.monotonic() + LOOK_S
+        for row in range(self.num_rows):
+            size = _numbers_in(self.gather(np.array([row])))
+            if size > most:
+                largest, most = row, size
+            if time.monotonic() > until:
+                break
+        return largest
+
+
+def _numbers_in(batch: Any) -> int:
+    """How many numbers a batch holds, in whatever lists, tuples and dictionaries."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel()
+    if isinstance(batch, dict):
+        return sum(_numbers_in(value) for value in batch.values())
+    if isinstance(batch, list | tuple):
+        return sum(_numbers_in(value) for value in batch)
+    return 0
 
 
 def _refuse_own_ways(loader: DataLoader[Any]) -> None:

@@ -29,6 +29,9 @@ class RowStore(Protocol):
     def gather(self, rows: Rows) -> Any:
         """The rows with these numbers, in this order, as one batch with memory of its own."""
 
+    def largest_row(self) -> int:
+        """The number of a row that takes as much memory as any, as far as that can be told quickly."""
+
 
 class StepBatch:
     """This rank's part of one global batch, not yet gathered.
@@ -104,11 +107,18 @@ class IndexedFeed:
     ) -> None:
         self._store, self._rank, self._plan = store, rank, plan
         self._seed, self._shuffle, self._device = seed, shuffle, device
+        self._largest: int | None = None
 
     @property
     def num_rows(self) -> int:
         """Rows in one pass."""
         return self._store.num_rows
+
+    def largest(self, rows: int) -> Any:
+        """A micro-batch of so many rows, each as large as any there is."""
+        if self._largest is None:
+            self._largest = self._store.largest_row()
+        return self._gather(np.full(rows, self._largest, dtype=np.int64))
 
     def set_plan(self, plan: BatchPlan) -> None:
         """Cut every later step by this plan; takes no time and restarts nothing."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -110,6 +110,15 @@ class OptimizerStep:
     def skips_nonfinite(self) -> bool:
         """Whether a step that is not finite leaves the weights alone (fp16's scaler sees to that too)."""
         return self._skips or self._precision.scaler.is_enabled()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside the block steps are this rank's own: no collective, nothing to wait for."""
+        world, self._world = self._world, World(0, 1, self._world.device)
+        try:
+            yield
+        finally:
+            self._world = world
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """The context of the forward."""

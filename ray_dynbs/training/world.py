@@ -50,6 +50,14 @@ class World:
             tensor.detach().copy_(data.view(tensor.dtype).view_as(tensor))
         return tensor
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         if self.size == 1:

@@ -197,7 +197,7 @@ def test_a_task_beside_the_script_and_its_failures(node: Head, tmp_path: Path) -
         for change in ({{"task": "own_task"}}, {{"task": "missing"}}, {{"epochs": 0}}, {{}}):
             try:
                 run = ray_dynbs.train(keys, set=change)
-                print("done", run.status, run.epochs.num_rows)
+                print("came to", run.status, run.epochs.num_rows)
             except (ray_dynbs.ConfigError, ray_dynbs.RunFailedError) as error:
                 print("raised", type(error).__name__, error)
         """,
@@ -205,11 +205,11 @@ def test_a_task_beside_the_script_and_its_failures(node: Head, tmp_path: Path) -
         tmp_path,
     )
     assert result.returncode == 0, result.stderr
-    raised = [line for line in result.stdout.splitlines() if line.startswith(("raised", "done"))]
+    raised = [line for line in result.stdout.splitlines() if line.startswith(("raised", "came to"))]
     assert raised[0] == "raised RunFailedError ValueError: no luck"
     assert raised[1].startswith("raised ConfigError task 'missing' does not import")
     assert raised[2].startswith("raised ConfigError config: epochs")
-    assert raised[3] == "done finished 1"
+    assert raised[3] == "came to finished 1"
     assert node.leftovers() == []
 
 

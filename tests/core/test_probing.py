@@ -110,7 +110,17 @@ def test_peaks_that_do_not_grow_end_at_the_largest() -> None:
     assert search.best >= 1000
 
 
-@pytest.mark.parametrize(("start", "most"), [(0, 5), (5, 0)])
-def test_sizes_below_one_are_refused(start: int, most: int) -> None:
-    with pytest.raises(ConfigError, match="allowed: at least 1"):
-        MicroBatchSearch(start, most, 1.0)
+@pytest.mark.parametrize(("start", "most", "least"), [(0, 5, 1), (5, 0, 1), (5, 5, 0), (1, 5, 2)])
+def test_sizes_below_the_least_are_refused(start: int, most: int, least: int) -> None:
+    with pytest.raises(ConfigError, match="allowed: at least 1, in this order"):
+        MicroBatchSearch(start, most, 1.0, least)
+
+
+@pytest.mark.parametrize("maximum", [2, 3, 11, 700])
+def test_nothing_below_the_least_is_tried(maximum: int) -> None:
+    for start in (2, 9, 4_096):
+        search = MicroBatchSearch(start, 5_000, 0.9 * CAPACITY, least=2)
+        assert run(search, bent(maximum, maximum, 1.0, 1e9, 0.9 * CAPACITY)) <= 5
+        assert min(search.peaks) >= 2
+        assert search.best is not None
+        assert 0.97 * maximum <= search.best <= maximum

@@ -1,0 +1,339 @@
+"""Probing with a simulated memory, per rank: real steps, an exact answer, no trace."""
+
+from __future__ import annotations
+
+import copy
+import random
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.plan import BatchPlan
+from ray_dynbs.training.columns import ColumnStore
+from ray_dynbs.training.datasets import DatasetStore
+from ray_dynbs.training.feed import IndexedFeed
+from ray_dynbs.training.memory import PeakMeter
+from ray_dynbs.training.oom import is_out_of_memory
+from ray_dynbs.training.precision import MixedPrecision
+from ray_dynbs.training.probe import MemoryGauge, Probe, ProbeResult
+from ray_dynbs.training.step import OptimizerStep
+from ray_dynbs.training.world import World
+from tests.support import flat_weights, run_ranks, small_model, squared_error, table, training_loop
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+CAPACITY, HEADROOM = 16e9, 0.1
+
+
+class SimulatedMemory:
+    """A memory that holds what a rule says: too much raises, as an allocator does.
+
+    Args:
+        model: The model that is trained.
+        peak: Rows of a micro-batch -> bytes.
+    """
+
+    def __init__(self, model: nn.Module, peak: Callable[[int], float]) -> None:
+        self._loss, self._peak = squared_error(model), peak
+        self._highest = 0.0
+        self.sizes: list[int] = []
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        rows = len(batch["y"])
+        self.sizes.append(rows)
+        if self._peak(rows) > CAPACITY:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        self._highest = max(self._highest, self._peak(rows))
+        return self._loss(batch)
+
+    def reset(self) -> None:
+        self._highest = 0.0
+
+    def fraction(self) -> float:
+        return self._highest / ((1 - HEADROOM) * CAPACITY)
+
+
+def line(maximum: int, base: float = 4e9) -> Callable[[int], float]:
+    slope = ((1 - HEADROOM) * CAPACITY - base) / (maximum + 0.5)
+    return lambda rows: base + slope * rows
+
+
+def find(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    peak: Callable[[int], float],
+    *,
+    start: int = 16,
+    most: int = 20_000,
+    world: World | None = None,
+) -> tuple[ProbeResult, SimulatedMemory]:
+    """Probe a small model with a simulated memory."""
+    world = world or World(0, 1, CPU)
+    precision = MixedPrecision("fp64", CPU)
+    step = OptimizerStep(model, optimizer, world, precision)
+    memory = SimulatedMemory(model, peak)
+    store = ColumnStore([table(50)])
+    feed = IndexedFeed(store, rank=0, plan=BatchPlan.fit(4, 1), seed=0, shuffle="full", device=CPU)
+    probe = Probe(model, step, precision, world, memory)
+    return probe.find(memory.loss, feed.largest, start=start, most=most), memory
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("maximum", [1, 2, 7, 33, 500, 9_999])
+@pytest.mark.parametrize("start", [1, 64, 4_096])
+def test_the_largest_size_is_found_in_few_tries(maximum: int, start: int) -> None:
+    model = small_model()
+    result, memory = find(model, adam(model), line(maximum), start=start)
+    assert 0.97 * maximum <= result.largest <= maximum
+    assert len(result.tried) <= 5
+    assert result.largest in memory.sizes  # it was run
+    assert max(memory.sizes) <= 20_000
+    assert 1 <= result.knee <= result.largest
+
+
+def test_it_never_goes_beyond_the_most_allowed_and_tries_that_itself() -> None:
+    model = small_model()
+    result, memory = find(model, adam(model), line(10_000), most=100)
+    assert result.largest == result.most == 100
+    assert max(memory.sizes) == 100
+
+
+def test_one_row_that_does_not_fit_says_what_it_takes() -> None:
+    model = small_model()
+    with pytest.raises(ConfigError, match="micro-batch of one row takes 107% of what may be used"):
+        find(model, adam(model), lambda rows: 15.4e9 + 1e6 * rows)
+    with pytest.raises(ConfigError, match="micro-batch of one row runs out of memory"):
+        find(model, adam(model), lambda rows: 2 * CAPACITY)
+
+
+class Everything(nn.Module):
+    """BatchNorm, dropout, a frozen layer, another one in eval mode, and a buffer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.still = nn.BatchNorm1d(8).eval()
+        self.head = nn.Linear(8, 1)
+        self.register_buffer("calls", torch.zeros(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.head(self.still(self.frozen(self.body(x))))
+
+
+def trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """All there is of a training state, as bytes."""
+    tensors = [*model.parameters(), *model.buffers()]
+    states = [state for _, state in sorted(optimizer.state_dict()["state"].items())]
+    flat = [value for state in states for _, value in sorted(state.items())]
+    return [
+        [tensor.detach().numpy().tobytes() for tensor in tensors],
+        [v.numpy().tobytes() if isinstance(v, torch.Tensor) else v for v in flat],
+        copy.deepcopy(optimizer.state_dict()["param_groups"]),
+        [module.training for module in model.modules()],
+        torch.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        str(np.random.get_state()),
+    ]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+        lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)),
+    ],
+    ids=["sgd", "adamw", "lr in a tensor"],
+)
+def test_a_probe_leaves_no_trace(make: Callable[[Any], torch.optim.Optimizer], trained: bool) -> None:
+    torch.manual_seed(3)
+    model = Everything().double()
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    if trained:
+        model(torch.ones(4, 5, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.body[2].eval()  # somebody else's choice
+    before = trace(model, optimizer)
+    result, _ = find(model, optimizer, line(30), start=64)  # which fails
+    assert result.largest >= 29
+    assert trace(model, optimizer) == before
+
+
+def test_training_goes_on_as_if_nothing_had_been_probed() -> None:
+    runs = []
+    for probes in (False, True):
+        model, loop = training_loop(table(60), BatchPlan.fit(8, 1))
+        loop.train_epoch(squared_error(model))
+        if probes:  # from a later epoch, with the optimizer's state there
+            memory = SimulatedMemory(model, line(40))
+            probe = Probe(model, loop._step, MixedPrecision("fp64", CPU), World(0, 1, CPU), memory)
+            result = probe.find(memory.loss, loop._feed.largest, start=8, most=1000)
+            assert result.largest >= 39
+            assert len(result.tried) <= 5
+        loop.train_epoch(squared_error(model))
+        runs.append(flat_weights(model))
+    np.testing.assert_array_equal(*runs)
+
+
+def _on_two_ranks() -> tuple[int, list[tuple[int, float | None]]]:
+    world = World.current()
+    model = small_model()
+    peak = line(300) if world.rank == 0 else line(41)
+    result, _ = find(model, adam(model), peak, start=16, world=world)
+    return result.largest, [(t.micro_batch_size, t.fraction) for t in result.tried]
+
+
+def test_the_fullest_rank_counts_and_nobody_hangs() -> None:
+    (largest, tried), other = run_ranks(_on_two_ranks, 2)
+    assert (largest, tried) == other
+    assert 40 <= largest <= 41
+    assert len(tried) <= 5
+
+
+def _failing() -> str:
+    world = World.current()
+    model = small_model()
+
+    def peak(rows: int) -> float:
+        if world.rank == 1:
+            raise ValueError("no luck")
+        return line(30)(rows)
+
+    try:
+        find(model, adam(model), peak, world=world)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_another_error_than_memory_is_raised_where_it_came_from() -> None:
+    assert run_ranks(_failing, 2) == [
+        "RuntimeError: another rank failed while 16 rows were probed",
+        "ValueError: no luck",
+    ]
+
+
+class Ragged(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return torch.ones(400 if row == 13 else row + 1)
+
+
+def test_the_largest_rows_are_probed() -> None:
+    store = DatasetStore(Ragged(), lambda rows: {"flat": torch.cat(rows), "rows": len(rows)})
+    feed = IndexedFeed(store, rank=0, plan=BatchPlan.fit(4, 1), seed=0, shuffle="full", device=CPU)
+    assert feed.largest(3)["flat"].shape == (1200,)
+    padded = np.zeros((30, 6))
+    padded[:, :2] = 1
+    padded[17] = 1
+    import pyarrow as pa
+
+    column = pa.FixedSizeListArray.from_arrays(pa.array(padded.reshape(-1)), 6)
+    assert ColumnStore([pa.table({"tokens": column})]).largest_row() == 17
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("CUDA error: out of memory\nCompile with ..."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to ..."), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"), True),
+        (
+            RuntimeError(
+                "CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous"
+            ),
+            False,
+        ),
+        (MemoryError(), True),
+        (IndexError("index out of range in self"), False),
+        (RuntimeError("index out of range"), False),
+        (ValueError("CUDA out of memory"), False),
+    ],
+)
+def test_what_is_out_of_memory(error: BaseException, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+LIMITED = """
+import resource, sys
+import torch
+from torch import nn
+from ray_dynbs.training.memory import PeakMeter
+from ray_dynbs.training.precision import MixedPrecision
+from ray_dynbs.training.probe import MemoryGauge, Probe
+from ray_dynbs.training.step import OptimizerStep
+from ray_dynbs.training.world import World
+
+torch.set_num_threads(1)
+cpu, world = torch.device("cpu"), World(0, 1, torch.device("cpu"))
+model = nn.Linear(20_000, 4)
+optimizer = torch.optim.Adam(model.parameters())
+precision = MixedPrecision("fp32", cpu)
+step = OptimizerStep(model, optimizer, world, precision)
+
+def loss(batch):
+    return model(batch).square().sum(), len(batch)
+
+def train(rows):
+    with step.alone():
+        from ray_dynbs.core.lr import Adjustment
+        for _ in range(3):
+            step.run((torch.ones(rows, 20_000) for _ in range(2)), loss, rows=2 * rows, adjustment=Adjustment())
+
+train(8)
+size = int(next(l.split()[1] for l in open("/proc/self/status") if l.startswith("VmSize"))) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (size + 400 * 2**20, size + 400 * 2**20))
+probe = Probe(model, step, precision, world, MemoryGauge(world, 0.1))
+found = probe.find(loss, lambda rows: torch.ones(rows, 20_000), start=64, most=1_000_000)
+print(found.largest, len(found.tried))
+train(found.largest)
+try:
+    train(4 * found.largest)
+except (RuntimeError, MemoryError) as error:
+    print("too much:", type(error).__name__)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_a_real_limit_of_the_address_space() -> None:
+    """One process that may take 400 MiB more: what is found trains, four times as much does not."""
+    result = subprocess.run(
+        [sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=100, cwd=ROOT, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    found, failed = result.stdout.splitlines()
+    assert int(found.split()[0]) > 500
+    assert failed == "too much: RuntimeError"
+
+
+def test_the_gauge_of_this_machine() -> None:
+    gauge = MemoryGauge(World(0, 1, CPU), HEADROOM)
+    gauge.reset()
+    before = gauge.fraction()
+    assert 0 < before < 1
+    large = torch.ones(50 * 2**20)
+    assert large.sum() > 0
+    assert gauge.fraction() > before
+    assert PeakMeter(CPU).peak_bytes() > 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
