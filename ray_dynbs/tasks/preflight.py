@@ -175,6 +175,8 @@ def _warnings(config: Config, rows: dict[str, int | None]) -> list[str]:
             "lr.progress is gain: the scheduler's auto is its number of steps at the reference batch, which "
             "larger batches do not reach within as many epochs"
         )
+    if config.memory.headroom == 0 and config.memory.probe != "off":
+        found.append("memory.headroom is 0: one row larger than those probed, and memory runs out")
     train = rows.get("train")
     if train is not None and config.batch.initial > train:
         found.append(

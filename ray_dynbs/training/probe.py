@@ -165,13 +165,12 @@ class Probe:
         finally:
             before.restore()
             self._step.gradients.zero()
-            free_memory(self._world.device)
+            self._gauge.reset()  # gives the device's cache back
         if search.best is None:
             raise ConfigError(_nothing_fits(tried))
         return ProbeResult(search.best, tuple(tried), most)
 
     def _try(self, rows: int, loss_fn: LossFn, make_batch: Callable[[int], Any]) -> SizeTried:
-        free_memory(self._world.device)
         self._gauge.reset()
         seconds, problem = self._run(rows, loss_fn, make_batch)
         code = _FITS if problem is None else _OUT_OF_MEMORY if is_out_of_memory(problem) else _FAILED
@@ -183,8 +182,8 @@ class Probe:
             raise RuntimeError(f"another rank failed while {rows} rows were probed")
         problem = None  # its traceback holds the tensors of the step
         fraction = self._agree(self._gauge.fraction())
-        free_memory(self._world.device)
         if agreed == _OUT_OF_MEMORY:
+            free_memory(self._world.device)
             return SizeTried(rows, None, None)
         return SizeTried(rows, fraction, 2 * rows / max(slowest, 1e-9))
 

@@ -299,7 +299,8 @@ def train(rows):
     with step.alone():
         from ray_dynbs.core.lr import Adjustment
         for _ in range(3):
-            step.run((torch.ones(rows, 20_000) for _ in range(2)), loss, rows=2 * rows, adjustment=Adjustment())
+            batches = (torch.ones(rows, 20_000) for _ in range(2))
+            step.run(batches, loss, rows=2 * rows, adjustment=Adjustment())
 
 train(8)
 size = int(next(l.split()[1] for l in open("/proc/self/status") if l.startswith("VmSize"))) * 1024
