@@ -15,7 +15,7 @@ import yaml
 
 from ray_dynbs.api.results import Record, RunRecord, SearchRecord
 from ray_dynbs.cluster.connection import Connection
-from ray_dynbs.cluster.remote import RUN_KIND, SEARCH_KIND, Watch, find_record, start_driver
+from ray_dynbs.cluster.remote import RUN_KIND, SEARCH_KIND, Watch, find_driver, find_record, start_driver
 from ray_dynbs.config import Config
 from ray_dynbs.config.load import dump_yaml, make_config, read_yaml, set_key
 from ray_dynbs.config.search import Candidates, parse_search
@@ -185,7 +185,7 @@ class _Remote(Record):
 
     def __init__(self, name: str, uri: str | None) -> None:
         self.name, self._uri = name, uri
-        self._watch = Watch(name)
+        self._watch = Watch(find_driver(name))
         self._said: list[str] = []
 
     @property

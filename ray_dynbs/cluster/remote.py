@@ -1,7 +1,7 @@
 """A run's driver on the cluster: an actor that outlives whoever started it, and ends itself.
 
 The driver proper is the command, in a process of its own as everywhere else; the actor keeps what it says
-for those who follow, now or later. Ray calls the actor by the run's name.
+for those who follow, now or later, and is found by the run's name.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
+from ray.util import list_named_actors
 
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.storage.run_directory import CONFIG, RunDirectory, lasting
@@ -35,8 +36,8 @@ WAIT_S = 1.0
 MOST_CALLS = 16
 STOPPED = 130
 """Exit code of a command that was interrupted."""
-GONE_S = 15.0
-"""Longest wait for the name of a driver that has ended."""
+SEPARATOR = "#"
+"""Between the run's name and a number in an actor's name."""
 STOP_S = 60.0
 """What a stopped driver has for its way out before it is killed."""
 
@@ -144,48 +145,60 @@ def start_driver(name: str, kind: str, content: str, resume: bool | str) -> None
     Raises:
         ConfigError: one of this name is in progress, or the driver did not start.
     """
+    for earlier in _drivers(name):
+        watch = Watch(earlier)
+        watch.poll()
+        if watch.alive and watch.code is None:
+            raise ConfigError(
+                f"{name}: a run of this name is in progress; allowed: ray_dynbs.attach({name!r}), or another "
+                "name"
+            )
+        watch.dismiss()  # it has ended, and was waiting to be asked about it
     arguments = [kind, *([f"--resume={'newest' if resume is True else resume}"] if resume else [])]
     actor: Any = ray.remote(num_cpus=0, max_restarts=0)(Driver)
     options = actor.options(
-        name=name, namespace=NAMESPACE, lifetime="detached", resources=HEAD, max_concurrency=MOST_CALLS
+        name=f"{name}{SEPARATOR}{time.time_ns()}",  # Ray keeps the name of one that has ended for a while
+        namespace=NAMESPACE,
+        lifetime="detached",
+        resources=HEAD,
+        max_concurrency=MOST_CALLS,
     )
-    deadline = time.monotonic() + GONE_S
-    while True:
-        try:
-            driver = options.remote(name, arguments, content)
-            ray.get(driver.content.remote())  # over Ray Client, a name that is taken is told only now
-            break
-        except (ValueError, ray.exceptions.RayError) as error:
-            watch = Watch(name)
-            if not watch.alive and time.monotonic() < deadline:
-                time.sleep(0.2)  # the one before has just gone
-                continue
-            watch.poll()
-            if watch.code is None or time.monotonic() > deadline:
-                raise ConfigError(_why_not_started(name, watch, error)) from error
-            watch.dismiss()  # it has ended, and was waiting to be asked about it
-            time.sleep(0.2)
+    try:
+        driver = options.remote(name, arguments, content)
+        ray.get(driver.content.remote())
+    except ray.exceptions.RayError as error:
+        why = " ".join(str(error).split())[:500]
+        raise ConfigError(f"{name}: its driver did not start: {why}") from error
     driver.run.remote()
 
 
-def _why_not_started(name: str, watch: Watch, error: BaseException) -> str:
-    if watch.alive:
-        return (
-            f"{name}: a run of this name is in progress; allowed: ray_dynbs.attach({name!r}), or another name"
-        )
-    return f"{name}: its driver did not start: {' '.join(str(error).split())[:500]}"
+def find_driver(name: str) -> Any | None:
+    """The newest driver of a run, in progress or ended and not yet gone; ``None`` without any."""
+    return next(iter(reversed(_drivers(name))), None)
+
+
+def _drivers(name: str) -> list[Any]:
+    """All drivers of a run that Ray knows, the newest last."""
+    known = [
+        each["name"] for each in list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE
+    ]
+    own = [each for each in known if each.rpartition(SEPARATOR)[0] == name]
+    found = []
+    for each in sorted(own, key=lambda full: int(full.rpartition(SEPARATOR)[2])):
+        with contextlib.suppress(ValueError):  # it has just gone
+            found.append(ray.get_actor(each, namespace=NAMESPACE))
+    return found
 
 
 class Watch:
     """A look at a driver, wherever it was started from.
 
     Args:
-        name: Of the run.
+        driver: The actor; ``None`` where there is none any more.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name, self._seen = name, 0
-        self._driver = _driver(name)
+    def __init__(self, driver: Any | None) -> None:
+        self._driver, self._seen = driver, 0
         self.code: int | None = None
 
     @property
@@ -230,14 +243,6 @@ class Watch:
             return None
 
 
-def _driver(name: str) -> Any | None:
-    """The driver of a run in progress, or just ended; ``None`` where there is none."""
-    try:
-        return ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        return None
-
-
 def find_record(name: str, out: str) -> tuple[str, str | None]:
     """What a run was started with, and its directory if it has ended and is no longer remembered.
 
@@ -248,7 +253,7 @@ def find_record(name: str, out: str) -> tuple[str, str | None]:
     Raises:
         ConfigError: there is none, neither in progress nor there.
     """
-    content = Watch(name).content()
+    content = Watch(find_driver(name)).content()
     if content:
         return content, None
     task: Any = ray.remote(num_cpus=0, max_retries=0)(_newest)

@@ -38,12 +38,14 @@ def ray_session(address: str | None, *, verbose: bool = False) -> Iterator[None]
     """
     for key, value in DRIVER_SETTINGS.items():
         os.environ.setdefault(key, value)
+    key = "cluster.address" if address else "RAY_ADDRESS"
     address = address or os.environ.get("RAY_ADDRESS") or "local"
+    where = f"{key} is {address!r}"
     folder = _short_folder() if address == "local" else None
     if folder:
         os.environ["RAY_TMPDIR"] = folder
     else:
-        _see_that_it_answers(address)
+        _see_that_it_answers(address, where)
 
     import ray  # only now: it reads its temporary folder from the environment when imported
 
@@ -56,7 +58,7 @@ def ray_session(address: str | None, *, verbose: bool = False) -> Iterator[None]
             **local,
         )
     except (ConnectionError, ValueError) as error:
-        raise ConfigError(f"cluster.address is {address!r}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
     _end_on_sigterm()
     _quiet_data(verbose)
     try:
@@ -73,13 +75,12 @@ def _short_folder() -> str:
     return tempfile.mkdtemp(prefix="rdb-", dir="/tmp" if len(usual) > 20 and os.path.isdir("/tmp") else usual)
 
 
-def _see_that_it_answers(address: str) -> None:
+def _see_that_it_answers(address: str, where: str) -> None:
     """Ray waits for minutes where nobody listens, or where it is refused; either is known at once.
 
     Raises:
         ConfigError: nobody listens, or the token is missing or wrong.
     """
-    where = f"cluster.address is {address!r}"
     if "://" in address:
         raise ConfigError(
             f"{where}: not a driver's; allowed: HOST:6379 on a machine of the cluster, or from elsewhere "

