@@ -77,7 +77,9 @@ def tune(
 
 @app.command()
 def submit(
-    words: Annotated[list[str], typer.Argument(metavar="[train|tune] CONFIG", help="what to run there")],
+    words: Annotated[
+        list[str], typer.Argument(metavar="[train|tune|probe] CONFIG", help="what to run there")
+    ],
     address: Annotated[
         str | None,
         typer.Option(help="the cluster's job server, http://HOST:8265 [RAY_API_SERVER_ADDRESS, RAY_ADDRESS]"),
@@ -103,6 +105,19 @@ def submit(
 
     given = Submission(words, overrides or (), out, resume, working_dir, runtime_env, verbose)
     raise typer.Exit(submit_command(given, address=address, wait=not no_wait))
+
+
+@app.command()
+def probe(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="draw it as a PNG")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="show Ray's own output too")] = False,
+) -> None:
+    """Find out what fits in memory, how fast it is and how noisy, on CONFIG's workers; recommends sizes."""
+    from ray_dynbs.cli.probe import probe_command
+
+    raise typer.Exit(probe_command(load_config(config, overrides or ()), plot=plot, verbose=verbose))
 
 
 @app.command()

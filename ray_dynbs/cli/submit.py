@@ -22,7 +22,7 @@ from ray_dynbs.config.load import read_yaml
 from ray_dynbs.config.search import Candidates, load_search
 from ray_dynbs.core.errors import ConfigError
 
-KINDS = ("train", "tune")
+KINDS = ("train", "tune", "probe")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Submission:
     """What to submit, and how.
 
     Attributes:
-        words: ``[train|tune] CONFIG``.
+        words: ``[train|tune|probe] CONFIG``.
         overrides: ``key=value`` of its file.
         out: As ``--out`` of the command, on the cluster.
         resume: As ``--resume`` of the command, on the cluster.
@@ -84,6 +84,8 @@ def submit_command(given: Submission, *, address: str | None, wait: bool) -> int
         ConfigError: the input is wrong; nothing has been submitted then.
     """
     kind, file = given.kind_and_path
+    if kind == "probe" and (given.out is not None or given.resume is not None):
+        raise ConfigError("submit probe: --out or --resume is given; allowed with train and tune")
     path = Path(file)
     base, needed = _read(kind, path, given.overrides)
     package = make_package(given.folder, [path, *needed, *_local_data(base, given.folder)])
@@ -99,7 +101,7 @@ def submit_command(given: Submission, *, address: str | None, wait: bool) -> int
     typer.echo(
         f"sending {len(package.files)} files, {package.num_bytes / 2**20:.1f} MB of {package.folder}{behind}"
     )
-    name = base.name if kind == "train" else path.stem
+    name = path.stem if kind == "tune" else base.name
     job = jobs.submit(name, given.command(where), package, runtime_env)
     typer.echo(f"job {job} at {jobs.address}")
     return _follow(jobs, job) if wait else DONE
@@ -107,7 +109,7 @@ def submit_command(given: Submission, *, address: str | None, wait: bool) -> int
 
 def _read(kind: str, path: Path, overrides: Sequence[str]) -> tuple[Config, list[Path]]:
     """The configuration, checked here as far as it can be, and the files it is made of."""
-    if kind == "train":
+    if kind != "tune":
         return load_config(path, overrides), []
     search, folder = load_search(path, overrides)
     needed = [folder / search.base] if isinstance(search.base, str) else []

@@ -81,8 +81,12 @@ class Parts:
             progress=progress,
         )
 
-    def probe_memory(self, step: OptimizerStep) -> ProbeResult:
+    def probe_memory(self, step: OptimizerStep, *, sweep: bool = False) -> ProbeResult:
         """How many rows fit in one forward/backward, tried on all ranks; leaves everything as it is.
+
+        Args:
+            step: The optimizer step.
+            sweep: Time smaller sizes too.
 
         Raises:
             ConfigError: not even one row does.
@@ -97,7 +101,8 @@ class Parts:
             MemoryGauge(self.world, config.memory.headroom),
         )
         most = min(limit for limit in limits if limit is not None)
-        return probe.find(self.loss, self.feed.largest, start=min(-(-batch.initial // size), most), most=most)
+        start = min(-(-batch.initial // size), most)
+        return probe.find(self.loss, self.feed.largest, start=start, most=most, sweep=sweep)
 
     def loss(self, batch: TensorBatch) -> tuple[Any, ...]:
         """The task's loss of a micro-batch."""

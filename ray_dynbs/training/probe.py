@@ -29,6 +29,7 @@ from ray_dynbs.training.world import World
 
 STEPS = 2
 """Steps per size: Adam's state appears in the first one; the last one is timed."""
+MOST_HALVES = 8
 _FITS, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
 
 
@@ -140,7 +141,13 @@ class Probe:
         self._world, self._gauge = world, gauge
 
     def find(
-        self, loss_fn: LossFn, make_batch: Callable[[int], Any], *, start: int, most: int
+        self,
+        loss_fn: LossFn,
+        make_batch: Callable[[int], Any],
+        *,
+        start: int,
+        most: int,
+        sweep: bool = False,
     ) -> ProbeResult:
         """Search, on every rank alike; afterwards everything is as it was.
 
@@ -149,6 +156,7 @@ class Probe:
             make_batch: Rows -> a micro-batch of so many of the largest rows there are.
             start: First size to try.
             most: Largest size allowed.
+            sweep: Time sizes below the answer too, halving it.
 
         Raises:
             ConfigError: not even one row fits; says how much it takes.
@@ -162,6 +170,8 @@ class Probe:
             while (rows := search.propose()) is not None:
                 tried.append(self._try(rows, loss_fn, make_batch))
                 search.record(rows, tried[-1].fraction)
+            halves = _halves(search, least) if sweep else []
+            tried += [self._try(rows, loss_fn, make_batch) for rows in halves]
         finally:
             before.restore()
             self._step.gradients.zero()
@@ -207,6 +217,12 @@ class Probe:
         except Exception as error:  # noqa: BLE001  # sorted by the caller, who speaks with the other ranks
             return seconds, error
         return seconds, None
+
+
+def _halves(search: MicroBatchSearch, least: int) -> list[int]:
+    """The answer halved again and again, but for what was tried already."""
+    halves = [(search.best or 0) >> power for power in range(1, MOST_HALVES + 1)]
+    return [rows for rows in halves if rows >= least and rows not in search.peaks]
 
 
 def _least(model: torch.nn.Module) -> int:

@@ -190,8 +190,15 @@ def test_a_token_that_is_missing_or_wrong_is_said(node: Head) -> None:
         ),
         ([DIGITS, "--address", "http://{closed}"], "no job server answers there (connection refused)"),
         ([DIGITS], "--address is missing"),
-        (["trian", DIGITS], "submit trian jobs/configs/digits.yaml: allowed: submit [train|tune] CONFIG"),
+        (
+            ["trian", DIGITS],
+            "submit trian jobs/configs/digits.yaml: allowed: submit [train|tune|probe] CONFIG",
+        ),
         (["tune"], "submit tune: allowed"),
+        (
+            ["probe", DIGITS, "--out", "x"],
+            "submit probe: --out or --resume is given; allowed with train and tune",
+        ),
         ([DIGITS, "--set", "epochs=none"], "epochs"),
         (["tune", DIGITS], "digits.yaml"),
         (["nowhere.yaml"], "nowhere.yaml: No such file"),
