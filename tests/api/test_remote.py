@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -22,6 +23,13 @@ from tests.heads import HOST, ROOT, Head, free_ports, head
 # The event loops that nbclient leaves behind own sockets, which complain when they are collected.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 QUICKSTART = ROOT / "jobs" / "quickstart.ipynb"
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """They are collected here, and not in some other module's test."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["open", "token"])
