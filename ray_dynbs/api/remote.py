@@ -5,11 +5,11 @@ The driver of a run lives on the cluster (``cluster/remote.py``): what is here o
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import ray
 import yaml
 
@@ -17,11 +17,11 @@ from ray_dynbs.api.results import Record, RunRecord, SearchRecord
 from ray_dynbs.cluster.connection import Connection
 from ray_dynbs.cluster.remote import RUN_KIND, SEARCH_KIND, Watch, find_driver, find_record, start_driver
 from ray_dynbs.config import Config
-from ray_dynbs.config.load import dump_yaml, make_config, read_yaml, set_key
+from ray_dynbs.config.load import dump_yaml, make_config, name_of_file, read_yaml, set_key
 from ray_dynbs.config.search import Candidates, parse_search
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.report.events import EPOCH, RUN, TRIAL, read_event
+from ray_dynbs.report.events import EPOCH, MARK, RUN, TRIAL, read_event
 from ray_dynbs.report.live import make_view
 from ray_dynbs.report.trials import make_trial_view
 
@@ -71,7 +71,7 @@ def train(
     config: str | Path | Mapping[str, Any] | Config,
     *,
     set: Mapping[str, Any] | None = None,  # noqa: A002  # as on the command line
-    out: str | None = None,
+    out: str | Path | None = None,
     resume: bool | str = False,
     wait: bool = True,
 ) -> RemoteRun:
@@ -94,7 +94,7 @@ def train(
     _see_connected()
     data, where = _keys(config, set)
     if out is not None:
-        data["out"] = out
+        data["out"] = str(out)
     loaded = make_config(data, where)
     start_driver(loaded.name, RUN_KIND, dump_yaml(loaded), resume)
     run = RemoteRun(loaded.name, loaded)
@@ -105,7 +105,7 @@ def tune(
     search: str | Path | Mapping[str, Any],
     *,
     set: Mapping[str, Any] | None = None,  # noqa: A002  # as on the command line
-    out: str | None = None,
+    out: str | Path | None = None,
     resume: bool | str = False,
     wait: bool = True,
 ) -> RemoteSearch:
@@ -126,7 +126,7 @@ def tune(
     _see_connected()
     data, where = _keys(search, set)
     if out is not None:
-        data["out"] = out
+        data["out"] = str(out)
     folder = Path(where).parent if isinstance(search, str | Path) else Path()
     candidates = Candidates(parse_search(data, where), folder)
     whole = candidates.recorded()  # the base is written out: its file is not on the cluster
@@ -168,16 +168,43 @@ def _see_connected() -> None:
 def _keys(
     given: str | Path | Mapping[str, Any] | Config, changes: Mapping[str, Any] | None
 ) -> tuple[Any, str]:
-    """The keys of a file or a mapping, changed, and what to call them in a complaint."""
+    """The keys of a file or a mapping, changed, and what to call them in a complaint.
+
+    Raises:
+        ConfigError: it is neither, or holds what YAML cannot.
+    """
     if isinstance(given, str | Path):
         data, where = read_yaml(Path(given)), str(given)
-        data.setdefault("name", Path(given).stem)
-    else:
+        data.setdefault("name", name_of_file(given))
+    elif isinstance(given, Mapping | Config):
         whole = given.model_dump() if isinstance(given, Config) else given
-        data, where = copy.deepcopy(dict(whole)), "config"
+        data, where = _plain(dict(whole), "config"), "config"
+    else:
+        raise ConfigError(f"config is {type(given).__name__}; allowed: a file, its keys, or a Config")
     for key, value in (changes or {}).items():
-        set_key(data, key, copy.deepcopy(value), f"set: {key}")
+        if not isinstance(key, str):
+            raise ConfigError(f"set: a key is {key!r}; allowed: words such as 'optimizer.lr'")
+        set_key(data, key, _plain(value, f"set: {key}"), f"set: {key}")
     return data, where
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A copy of a value as YAML has them: numbers of NumPy, tuples and paths become plain ones.
+
+    Raises:
+        ConfigError: it cannot be one.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each, f"{where}.{key}") for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, where) for each in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigError(f"{where} is {type(value).__name__}; allowed: numbers, words, lists and mappings")
 
 
 class _Remote(Record):
@@ -187,6 +214,7 @@ class _Remote(Record):
         self.name, self._uri = name, uri
         self._watch = Watch(find_driver(name))
         self._said: list[str] = []
+        self._unseen: list[Mapping[str, Any]] = []
 
     @property
     def status(self) -> str:
@@ -227,6 +255,9 @@ class _Remote(Record):
             with self._view() as view:
                 if not self._watch.alive:
                     self._show_record(view)
+                for event in self._unseen:  # taken in while nobody looked
+                    self._show(event, view)
+                self._unseen.clear()
                 while self._watch.alive and self._watch.code is None:
                     self._take(self._watch.poll(), view)
         except KeyboardInterrupt:
@@ -235,6 +266,8 @@ class _Remote(Record):
                 f"ray_dynbs.attach({self.name!r}, wait=False).stop() ends it"
             )
             raise
+        if self._watch.was_lost and self.status != "finished":
+            raise RunFailedError(f"{self.name}: its driver is gone; train(..., resume=True) goes on with it")
         self._watch.dismiss()
         self._raise_failure()
         return self
@@ -258,13 +291,16 @@ class _Remote(Record):
         for line in lines:
             event = read_event(line)
             if event is None:
-                self._said.append(line)
-                if view is not None:
-                    print(line)
+                if line.strip() and not line.startswith(MARK):
+                    self._said.append(line)
+                    if view is not None:
+                        print(line)
             elif event["kind"] == RUN:
                 self._uri = event["uri"]
             elif view is not None:
                 self._show(event, view)
+            else:
+                self._unseen.append(event)
 
     def _raise_failure(self) -> None:
         code = self._watch.code

@@ -135,8 +135,8 @@ class RunRecord(Record):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration."""
-        config: dict[str, Any] = yaml.safe_load(read_files(self.uri, [CONFIG])[CONFIG])
+        """The resolved configuration; empty before it is written."""
+        config: dict[str, Any] = yaml.safe_load(read_files(self.uri, [CONFIG]).get(CONFIG, b"{}"))
         return config
 
     def history(self) -> History:

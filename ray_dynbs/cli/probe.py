@@ -14,6 +14,7 @@ from ray_dynbs.cli.wide import wide_console
 from ray_dynbs.cluster.session import ray_session
 from ray_dynbs.config import Config
 from ray_dynbs.config.components import build_guards
+from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.guards import ClassCoverage
 from ray_dynbs.core.recommend import Measured, recommend
 from ray_dynbs.report.probe import Point, draw_probe
@@ -36,6 +37,8 @@ def probe_command(config: Config, *, plot: Path | None, verbose: bool) -> int:
     Raises:
         ConfigError: the input is wrong.
     """
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {plot}: {plot.absolute().parent} is no folder; allowed: a file in one")
     found = preflight(config)
     for warning in found.warnings:
         typer.echo(f"warning: {warning}", err=True)
@@ -76,6 +79,8 @@ def _probe(config: Config, found: Preflight, plot: Path | None) -> int:
     )
     points = _points(report)
     _print(points, measured, report)
+    for doubt in report.result.doubts:
+        typer.echo(f"warning: {doubt}", err=True)
     if plot is not None:
         plot.write_bytes(draw_probe(points, measured, config.name))
         typer.echo(plot)
@@ -114,7 +119,7 @@ def _print(points: list[Point], measured: Measured, report: ProbeReport) -> None
         table.add_row(f"{point.rows:,}", memory, speed, point.said)
     wide_console().print(table)
     where = f"{report.world_size} x {report.device}"
-    limit = "as many as were allowed" if report.result.largest == report.result.most else "no more fit"
+    limit = "no more fit" if report.result.is_limited else "no limit was met"
     typer.echo(f"memory: of what may be used less head-room, on {where}; {measured.largest} rows: {limit}")
     if measured.class_floor is not None:
         typer.echo(f"class coverage: at least {measured.class_floor} rows in a batch")

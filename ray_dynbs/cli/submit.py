@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -15,8 +16,8 @@ import typer
 
 from ray_dynbs.cli.exits import DONE, FAILED, INTERRUPTED
 from ray_dynbs.cli.resume import NEWEST
-from ray_dynbs.cluster.jobs import Jobs
-from ray_dynbs.cluster.package import make_package
+from ray_dynbs.cluster.jobs import Jobs, new_job
+from ray_dynbs.cluster.package import inside, make_package
 from ray_dynbs.config import Config, load_config
 from ray_dynbs.config.load import read_yaml
 from ray_dynbs.config.search import Candidates, load_search
@@ -82,6 +83,7 @@ def submit_command(given: Submission, *, address: str | None, wait: bool) -> int
 
     Raises:
         ConfigError: the input is wrong; nothing has been submitted then.
+        KeyboardInterrupt: while it was being submitted; it is stopped, if it got as far as to exist.
     """
     kind, file = given.kind_and_path
     if kind == "probe" and (given.out is not None or given.resume is not None):
@@ -96,14 +98,20 @@ def submit_command(given: Submission, *, address: str | None, wait: bool) -> int
             "--address is missing; allowed: the job server, http://HOST:8265, or RAY_API_SERVER_ADDRESS"
         )
     jobs = Jobs(address)
-    where = Path(os.path.abspath(path)).relative_to(package.folder).as_posix()
+    where = inside(package.folder, path).relative_to(package.folder).as_posix()
     behind = f", left out: {', '.join(package.left_out)}" if package.left_out else ""
     typer.echo(
         f"sending {len(package.files)} files, {package.num_bytes / 2**20:.1f} MB of {package.folder}{behind}"
     )
     name = path.stem if kind == "tune" else base.name
-    job = jobs.submit(name, given.command(where), package, runtime_env)
+    job = new_job(name)
     typer.echo(f"job {job} at {jobs.address}")
+    try:
+        jobs.submit(job, given.command(where), package, runtime_env)
+    except KeyboardInterrupt:
+        with contextlib.suppress(ConnectionError):  # it may not have got as far as to exist
+            jobs.stop(job)
+        raise
     return _follow(jobs, job) if wait else DONE
 
 
@@ -152,14 +160,16 @@ def _follow(jobs: Jobs, job: str) -> int:
         except ConnectionError as error:
             typer.echo(f"error: {error}", err=True)
             return FAILED
-    why = jobs.why(job)
-    if why:
-        typer.echo(f"error: {job}: {why}", err=True)
+    with contextlib.suppress(ConnectionError):
+        why = jobs.why(job)
+        if why:
+            typer.echo(f"error: {job}: {why}", err=True)
     return code
 
 
 def _show(text: str) -> None:
-    sys.stdout.write(text)
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
 
 

@@ -61,8 +61,25 @@ def _send_token(address: str) -> None:
     if os.environ.get(MODE):
         raise ConfigError(f"{address}: asks for a token, {MODE} is {os.environ[MODE]!r}; allowed: 'token'")
     os.environ[MODE] = "token"
+    _sent.append(address)
+    _read_environment_anew()
+
+
+def forget() -> None:
+    """Send the token no longer, if it was sent because a cluster asked for it: the next one is asked too."""
+    if _sent:
+        _sent.clear()
+        os.environ.pop(MODE, None)
+        _read_environment_anew()
+
+
+_sent: list[str] = []
+"""Clusters that asked for it."""
+
+
+def _read_environment_anew() -> None:
     raylet: Any = importlib.import_module("ray._raylet")
-    raylet.Config.initialize("")  # Ray has read the environment once, when it was imported
+    raylet.Config.initialize("")  # Ray has read it once, when it was imported
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 

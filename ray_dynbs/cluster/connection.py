@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from ray_dynbs.cluster.authentication import ANSWER_S, INSTALL, authenticate, call_grpc
+from ray_dynbs.cluster.authentication import ANSWER_S, INSTALL, authenticate, call_grpc, forget
 from ray_dynbs.cluster.package import make_package
 from ray_dynbs.cluster.session import ray_session
 from ray_dynbs.core.errors import ConfigError
@@ -41,12 +41,19 @@ class Connection:
         self, address: str, working_dir: str | Path | None, runtime_env: Mapping[str, Any] | None
     ) -> None:
         self.address = address
-        self._open = ExitStack()
         if ray.is_initialized():
             raise ConfigError("Ray is connected already; allowed: ray.shutdown() before connecting anew")
-        if address == "local":
-            self._open.enter_context(ray_session("local"))
-            return
+        with ExitStack() as stack:
+            if address == "local":
+                stack.enter_context(ray_session("local"))
+            else:
+                stack.callback(forget)
+                self._connect(address, working_dir, runtime_env)
+                stack.callback(ray.shutdown)
+            self._open = stack.pop_all()
+
+    @staticmethod
+    def _connect(address: str, working_dir: str | Path | None, runtime_env: Mapping[str, Any] | None) -> None:
         target = _target(address)
         _check_listening(address, target)
         _check_answer(address, target)
@@ -58,7 +65,6 @@ class Connection:
             archive = Path(scratch) / "package.zip"
             make_package(folder).write(archive)
             _connect(address, {**(runtime_env or {}), "working_dir": str(archive)})
-        self._open.callback(ray.shutdown)
 
     def __repr__(self) -> str:
         return f"<connection to {self.address}>"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import re
@@ -48,32 +47,36 @@ class Jobs:
         logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.ERROR)
         logging.getLogger("ray.dashboard.modules.dashboard_sdk").setLevel(logging.ERROR)
         self._client: Any = JobSubmissionClient(self.address)
+        self._begun = self._shown = 0
 
     def submit(
-        self, name: str, command: Sequence[str], package: Package, runtime_env: Mapping[str, Any]
-    ) -> str:
-        """Send a package and start a command in it; returns the job's id.
+        self, job: str, command: Sequence[str], package: Package, runtime_env: Mapping[str, Any]
+    ) -> None:
+        """Send a package and start a command in it.
 
         Args:
-            name: What to call the job; a few characters are appended.
+            job: The job's id, see :func:`new_job`.
             command: Arguments, the program first.
             package: What is sent.
             runtime_env: More of Ray's runtime environment.
 
         Raises:
-            ConfigError: the package is too large, or the runtime environment is none.
+            ConfigError: the package is too large, the runtime environment is none, or nobody answers.
         """
-        job = f"{re.sub(r'[^A-Za-z0-9_-]+', '-', name)}-{uuid.uuid4().hex[:6]}"
-        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_S), **runtime_env.get("env_vars", {})}
+        import requests
+
+        variables = runtime_env.get("env_vars") or {}
+        if not isinstance(variables, dict):
+            raise ConfigError(f"runtime environment: env_vars is {variables!r}; allowed: a mapping")
+        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_S), **variables}
         with TemporaryDirectory() as folder:
             archive = Path(folder) / "package.zip"
             package.write(archive)
             environment = {**runtime_env, "working_dir": str(archive), "env_vars": variables}
             try:
                 self._submit(job, shlex.join(command), environment)
-            except (ValueError, TypeError, RuntimeError) as error:
+            except (ValueError, TypeError, RuntimeError, requests.RequestException) as error:
                 raise ConfigError(f"{self.address}: {' '.join(str(error).split())}") from error
-        return job
 
     def _submit(self, job: str, entrypoint: str, runtime_env: dict[str, Any]) -> None:
         deadline = time.monotonic() + YOUNG_S
@@ -91,42 +94,76 @@ class Jobs:
     def follow(self, job: str, echo: Callable[[str], None]) -> int:
         """Hand on what a job prints until it ends; returns its exit code.
 
+        It may be called again, after an interrupt: nothing is handed on twice.
+
         Raises:
             ConnectionError: the job server is gone; the job may still run.
             KeyboardInterrupt: as it comes; the job goes on.
         """
-        shown, lost_at = 0, None
         while True:
-            with contextlib.suppress(Exception):  # a broken connection is taken up again below
-                shown = asyncio.run(self._show_logs(job, shown, echo))
-                lost_at = None
             try:
+                whole = self._tail(job, echo)
                 code = self.exit_code(job)
-            except (OSError, RuntimeError) as error:
-                lost_at = lost_at or time.monotonic()
-                if time.monotonic() - lost_at > LOST_S:
-                    raise ConnectionError(
-                        f"{self.address}: no longer answers; {job} may still run"
-                    ) from error
-                code = None
+            except ConnectionError:
+                whole, code = False, self._patiently(lambda: self.exit_code(job), job)
             if code is not None:
+                if not whole:
+                    self._show(str(self._patiently(lambda: self._client.get_job_logs(job), job)), echo)
                 return code
             time.sleep(0.5)
 
-    async def _show_logs(self, job: str, shown: int, echo: Callable[[str], None]) -> int:
-        """Hand on a log that begins anew with every connection; returns how much of it is shown."""
-        seen = 0
-        async for text in self._client.tail_job_logs(job):
-            fresh = text[max(shown - seen, 0) :]
-            seen += len(text)
-            if fresh:
-                echo(fresh)
-            shown = max(shown, seen)
-        return shown
+    def _tail(self, job: str, echo: Callable[[str], None]) -> bool:
+        """Hand on the log as it grows; whether it was followed to its end."""
+        import aiohttp
+
+        async def tail() -> None:
+            self._begun = 0  # every connection begins with the first line
+            async for text in self._client.tail_job_logs(job):
+                self._begun += len(text)
+                self._show_end(text, echo)
+
+        try:
+            asyncio.run(tail())
+        except (aiohttp.ClientError, OSError, RuntimeError):  # taken up again by the caller
+            return False
+        return True
+
+    def _show_end(self, text: str, echo: Callable[[str], None]) -> None:
+        """Hand on what is new of a piece that ends where :attr:`_begun` is."""
+        fresh = text[max(len(text) - (self._begun - self._shown), 0) :] if self._begun > self._shown else ""
+        self._shown = max(self._shown, self._begun)
+        if fresh:
+            echo(fresh)
+
+    def _show(self, log: str, echo: Callable[[str], None]) -> None:
+        """Hand on what is new of a whole log."""
+        self._begun = len(log)
+        self._show_end(log, echo)
+
+    def _patiently(self, ask: Callable[[], Any], job: str) -> Any:
+        """An answer of a server that may be away for a moment.
+
+        Raises:
+            ConnectionError: it stayed away.
+        """
+        deadline = time.monotonic() + LOST_S
+        while True:
+            try:
+                return ask()
+            except (ConnectionError, RuntimeError) as error:
+                if time.monotonic() > deadline:
+                    raise ConnectionError(
+                        f"{self.address}: no longer answers; {job} may still run"
+                    ) from error
+            time.sleep(1)
 
     def exit_code(self, job: str) -> int | None:
-        """The exit code of a job that has ended, 130 if it was stopped; ``None`` while it runs."""
-        details = self._client.get_job_info(job)
+        """The exit code of a job that has ended, 130 if it was stopped; ``None`` while it runs.
+
+        Raises:
+            ConnectionError: the job server does not answer.
+        """
+        details = self._ask_about(job)
         if not details.status.is_terminal():
             return None
         if details.status == "STOPPED":
@@ -136,15 +173,41 @@ class Jobs:
         return 0 if details.status == "SUCCEEDED" else 1
 
     def why(self, job: str) -> str:
-        """What Ray says about a job that did not get as far as to speak for itself."""
-        details = self._client.get_job_info(job)
+        """What Ray says about a job that did not get as far as to speak for itself.
+
+        Raises:
+            ConnectionError: the job server does not answer.
+        """
+        details = self._ask_about(job)
         if details.driver_exit_code is not None or details.status != "FAILED":
             return ""
         return " ".join(str(details.message or "").split())
 
     def stop(self, job: str) -> None:
-        """Ask a job to end as by Ctrl-C."""
-        self._client.stop_job(job)
+        """Ask a job to end as by Ctrl-C.
+
+        Raises:
+            ConnectionError: the job server does not answer.
+        """
+        import requests
+
+        try:
+            self._client.stop_job(job)
+        except (requests.RequestException, RuntimeError) as error:
+            raise ConnectionError(f"{self.address}: {job} was not stopped ({_short(error)})") from error
+
+    def _ask_about(self, job: str) -> Any:
+        import requests
+
+        try:
+            return self._client.get_job_info(job)
+        except requests.RequestException as error:
+            raise ConnectionError(f"{self.address}: {_short(error)}") from error
+
+
+def new_job(name: str) -> str:
+    """An id for a job: a name, and a few characters that no other has."""
+    return f"{re.sub(r'[^A-Za-z0-9_-]+', '-', name)}-{uuid.uuid4().hex[:6]}"
 
 
 def _check_scheme(address: str) -> None:
@@ -153,13 +216,16 @@ def _check_scheme(address: str) -> None:
     Raises:
         ConfigError: it is not; says what it may be.
     """
-    if address.startswith(("http://", "https://")):
+    if re.match(r"https?://[^/]", address, re.IGNORECASE):
         return
     scheme, separator, rest = address.rpartition("://")
-    host, _, port = rest.partition(":")
-    what = f"{scheme}:// is no job server's" if separator else "no scheme"
-    port = "8265" if separator else port or "8265"
-    raise ConfigError(f"--address is {address!r}: {what}; allowed: http://{host or 'HOST'}:{port}")
+    host, port = re.match(r"(\[[^]]*\]|[^:/]*):?(\d*)", rest).groups()  # type: ignore[union-attr]
+    if scheme.lower() in ("http", "https"):
+        what, port = "no host", ""
+    else:
+        what = f"{scheme}:// is no job server's" if separator else "no scheme"
+        port = "" if separator else port
+    raise ConfigError(f"--address is {address!r}: {what}; allowed: http://{host or 'HOST'}:{port or 8265}")
 
 
 def _ask(address: str) -> None:
@@ -194,6 +260,7 @@ def _short(error: BaseException) -> str:
     """The innermost reason of a failed request."""
     text = str(error)
     known = {
+        "ProxyError": "the proxy of HTTP_PROXY or HTTPS_PROXY does not answer; NO_PROXY passes by it",
         "Connection refused": "connection refused",
         "timed out": f"no answer within {ANSWER_S:g} s",
         "Name or service not known": "no such host",

@@ -18,6 +18,9 @@ from ray_dynbs.storage.search_directory import TRIAL_FOLDERS, TRIALS
 PACKAGE = Path(__file__).parents[1]
 IGNORE_FILES = (".gitignore", ".rayignore")
 SKIPPED = frozenset({".git", ".hg", ".svn", ".ipynb_checkpoints", "__pycache__", "node_modules"})
+SECRET = frozenset({".ssh", ".aws", ".ray", ".gnupg", ".kube", ".netrc", ".env"})
+"""Never sent, unless the configuration itself names what lies there."""
+CHUNK_BYTES = 2**20
 MOST_BYTES = 512 * 2**20
 """What Ray takes as one package; more belongs into an image or a bucket."""
 LARGEST_SHOWN = 3
@@ -46,17 +49,30 @@ class Package:
         """Write it as a zip archive, whose bytes depend on names and contents only.
 
         Raises:
-            ConfigError: it is larger than Ray takes; names the largest files.
+            ConfigError: it is larger than Ray takes, with the largest files; or one cannot be read.
         """
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
             for name in sorted(self.files):
-                path = self.files[name]
-                entry = zipfile.ZipInfo(name)  # dated 1980: unchanged files are not uploaded again
-                entry.compress_type = zipfile.ZIP_DEFLATED
-                entry.external_attr = stat.S_IMODE(path.stat().st_mode) << 16
-                archive.writestr(entry, path.read_bytes())
+                try:
+                    self._add(archive, name, target)
+                except (OSError, UnicodeError) as error:
+                    reason = getattr(error, "strerror", None) or "its name is no text"
+                    raise ConfigError(
+                        f"{self.files[name]!s}: cannot be sent ({reason}); name it in .rayignore"
+                    ) from error
+
+    def _add(self, archive: zipfile.ZipFile, name: str, target: Path) -> None:
+        path = self.files[name]
+        entry = zipfile.ZipInfo(name)  # dated 1980: unchanged files are not uploaded again
+        entry.compress_type = zipfile.ZIP_DEFLATED
+        entry.external_attr = stat.S_IMODE(path.stat().st_mode) << 16
+        with path.open("rb") as source, archive.open(entry, "w", force_zip64=True) as packed:
+            while chunk := source.read(CHUNK_BYTES):
+                packed.write(chunk)
                 if target.stat().st_size > MOST_BYTES:
-                    raise ConfigError(self._too_large())
+                    break
+        if target.stat().st_size > MOST_BYTES:
+            raise ConfigError(self._too_large())
 
     def _too_large(self) -> str:
         sizes = sorted(((path.stat().st_size, name) for name, path in self.files.items()), reverse=True)
@@ -83,26 +99,36 @@ def make_package(folder: Path, needed: Iterable[Path] = ()) -> Package:
     folder = folder.resolve()
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no folder; allowed: the folder to send to the cluster")
-    wanted = [_inside(folder, path) for path in needed]
+    if folder in (Path.home().resolve(), Path(folder.anchor)):
+        raise ConfigError(f"{folder}: is not sent as a whole; allowed: a folder of the project in it")
+    wanted = [inside(folder, path) for path in needed]
     files: dict[str, Path] = {}
     left_out: list[str] = []
-    for path, kept in _walk(folder, folder, [], set()):
+    for path, kept in _walk(folder, [], frozenset()):
         name = path.relative_to(folder).as_posix()
         if kept:
             files[name] = path
         else:
             left_out.append(name)
     for path in wanted:
-        inner = path.rglob("*") if path.is_dir() else [path]
+        inner = [path] if path.is_file() else []
+        if path.is_dir():
+            inner = [each for each, kept in _walk(path, [], frozenset()) if kept]
         files.update({each.relative_to(folder).as_posix(): each for each in inner if each.is_file()})
     if not any(name.startswith(f"{PACKAGE.name}/__init__.py") for name in files):
-        for path, kept in _walk(PACKAGE, PACKAGE, [], set()):
+        for path, kept in _walk(PACKAGE, [], frozenset()):
             if kept:
                 files[f"{PACKAGE.name}/{path.relative_to(PACKAGE).as_posix()}"] = path
-    return Package(folder, files, tuple(left_out))
+    behind = [name for name in left_out if not any(sent.startswith(f"{name}/") for sent in files)]
+    return Package(folder, files, tuple(behind))
 
 
-def _inside(folder: Path, path: Path) -> Path:
+def inside(folder: Path, path: Path) -> Path:
+    """The same path, as one within a folder.
+
+    Raises:
+        ConfigError: it lies elsewhere.
+    """
     found = Path(os.path.abspath(path))
     if not found.is_relative_to(folder):
         found = found.resolve()
@@ -114,29 +140,26 @@ def _inside(folder: Path, path: Path) -> Path:
 Ignored = Callable[[Path], bool]
 
 
-def _walk(
-    root: Path, folder: Path, ignored: Sequence[Ignored], seen: set[Path]
-) -> Iterator[tuple[Path, bool]]:
+def _walk(folder: Path, ignored: Sequence[Ignored], above: frozenset[Path]) -> Iterator[tuple[Path, bool]]:
     """Every file with whether it is sent; a folder that is not sent is named itself, once.
 
     Raises:
         ConfigError: something that cannot be read.
     """
     real = folder.resolve()
-    if real in seen:  # a link to a folder above itself
+    if real in above:  # a link to a folder around itself
         return
-    seen.add(real)
     rules = [*ignored, *_rules_of(folder)]
     try:
-        entries = sorted(folder.iterdir())
+        entries = [(entry, entry.is_dir(), entry.is_file()) for entry in sorted(folder.iterdir())]
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be read ({error.strerror}); name it in .rayignore") from error
-    for entry in entries:
-        if any(rule(entry) for rule in rules) or (entry.is_dir() and _stays_behind(entry)):
+    for entry, is_folder, is_file in entries:
+        if any(rule(entry) for rule in rules) or entry.name in SECRET or (is_folder and _stays_behind(entry)):
             yield entry, False
-        elif entry.is_dir():
-            yield from _walk(root, entry, rules, seen)
-        elif entry.is_file():
+        elif is_folder:
+            yield from _walk(entry, rules, above | {real})
+        elif is_file:
             yield entry, True
 
 
@@ -146,7 +169,11 @@ def _rules_of(folder: Path) -> list[Ignored]:
     for name in IGNORE_FILES:
         file = folder / name
         if file.is_file():
-            spec = pathspec.GitIgnoreSpec.from_lines(file.read_text(errors="replace").splitlines())
+            lines = file.read_text(errors="replace").splitlines()
+            try:
+                spec = pathspec.GitIgnoreSpec.from_lines(lines)
+            except ValueError as error:
+                raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
             rules.append(_matcher(spec, folder))
     return rules
 

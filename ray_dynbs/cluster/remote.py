@@ -36,6 +36,8 @@ WAIT_S = 1.0
 MOST_CALLS = 16
 STOPPED = 130
 """Exit code of a command that was interrupted."""
+GRACE_S = 10.0
+"""What an actor has for its own end, before its process ends it."""
 SEPARATOR = "#"
 """Between the run's name and a number in an actor's name."""
 STOP_S = 60.0
@@ -70,9 +72,17 @@ class Driver:
             env=_environment(),
             start_new_session=True,
         )
+        self._ended = threading.Event()
+        threading.Thread(target=self._take_down, name="ray-dynbs-driver", daemon=True).start()
 
     def run(self) -> None:
-        """Take down what the command prints; after its end wait for those who want to know, and end."""
+        """Wait for the command's end, then for those who want to know of it, and end."""
+        self._ended.wait()
+        self._dismissed.wait(LINGER_S)
+        ray.actor.exit_actor()
+
+    def _take_down(self) -> None:
+        """What the command prints; ends the process where nobody has called :meth:`run`, which would."""
         output: Any = self._process.stdout
         for line in output:
             with self._changed:
@@ -82,8 +92,10 @@ class Driver:
             self._code = STOPPED if self._process.wait() < 0 and self._stopped else self._process.returncode
             self._changed.notify_all()
         self._folder.cleanup()
+        self._ended.set()
         self._dismissed.wait(LINGER_S)
-        ray.actor.exit_actor()
+        time.sleep(GRACE_S)
+        os._exit(0)
 
     def news(self, after: int) -> tuple[list[str], int | None]:
         """The lines after the first ``after`` of them, and the exit code, ``None`` while it runs.
@@ -195,11 +207,14 @@ class Watch:
 
     Args:
         driver: The actor; ``None`` where there is none any more.
+
+    ``code`` is its exit code once it has ended, ``was_lost`` says that it is gone without one.
     """
 
     def __init__(self, driver: Any | None) -> None:
         self._driver, self._seen = driver, 0
         self.code: int | None = None
+        self.was_lost = False
 
     @property
     def alive(self) -> bool:
@@ -216,7 +231,7 @@ class Watch:
         try:
             lines, self.code = ray.get(self._driver.news.remote(self._seen))
         except ray.exceptions.RayActorError:
-            self._driver = None
+            self._driver, self.was_lost = None, True
             return []
         self._seen += len(lines)
         return list(lines)

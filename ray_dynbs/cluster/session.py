@@ -57,7 +57,7 @@ def ray_session(address: str | None, *, verbose: bool = False) -> Iterator[None]
             logging_level=logging.INFO if verbose else logging.ERROR,
             **local,
         )
-    except (ConnectionError, ValueError) as error:
+    except (ConnectionError, ValueError, RuntimeError) as error:  # RuntimeError: other versions
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
     _end_on_sigterm()
     _quiet_data(verbose)

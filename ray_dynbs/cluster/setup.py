@@ -92,7 +92,8 @@ class Parts:
             ConfigError: not even one row does.
         """
         config, batch, size = self.config, self.config.batch, self.world.size
-        limits = [-(-batch.max // size), self.feed.num_rows, config.memory.max_micro_batch_size]
+        fewest = min(size, config.cluster.worker_range[0])  # an elastic run may go on with so few
+        limits = [-(-batch.max // fewest), self.feed.num_rows, config.memory.max_micro_batch_size]
         probe = Probe(
             self.state.model,
             step,

@@ -23,7 +23,6 @@ from ray_dynbs.config import Config
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.storage.run_directory import MODEL, RunDirectory
 from ray_dynbs.training.loop import TrainingLoop
-from ray_dynbs.training.memory import read_memory
 from ray_dynbs.training.reports import EpochReport, Progress
 from ray_dynbs.training.world import World
 
@@ -117,10 +116,9 @@ class Worker:
         """
         if state is not None or self._keep is None or self._config.memory.probe == "off":
             return None
-        doubts = read_memory(self._world.device).doubts
-        self._agreement.notes += [f"memory: {doubt}; the rest of what limits it counts" for doubt in doubts]
         found = self._parts.probe_memory(self._step)
-        if found.largest >= found.most:
+        self._agreement.notes += [f"memory: {doubt}" for doubt in found.doubts]
+        if not found.is_limited:
             return None
         self._agreement.notes.append(
             f"memory: {found.largest} rows fit in one forward, of {found.most} allowed "

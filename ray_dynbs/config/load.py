@@ -55,10 +55,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     data = read_yaml(path)
-    data.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem))
+    data.setdefault("name", name_of_file(path))
     for override in overrides:
         apply_override(data, override)
     return make_config(data, str(path))
+
+
+def name_of_file(path: str | Path) -> str:
+    """The name of a run, or a search, whose file gives it none."""
+    return re.sub(r"[^\w.-]", "-", Path(path).stem)
 
 
 def make_config(data: dict[str, Any], where: str) -> Config:

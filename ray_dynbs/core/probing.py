@@ -56,6 +56,11 @@ class MicroBatchSearch:
             )
 
     @property
+    def is_limited(self) -> bool:
+        """Whether memory sets a limit: something larger than :attr:`best` was run and did not fit."""
+        return bool(self._failing)
+
+    @property
     def best(self) -> int | None:
         """The largest size that was run and fits; ``None`` if none did."""
         return max(self._fitting, default=None)
@@ -65,9 +70,11 @@ class MicroBatchSearch:
 
         Args:
             rows: The size.
-            peak_bytes: Its peak; ``None`` where it ran out of memory.
+            peak_bytes: Its peak; ``None`` (or no finite number) where it ran out of memory.
         """
         # With two sizes that fit, a failure was no guess but a prediction: the slope changes below it.
+        if peak_bytes is not None and not math.isfinite(peak_bytes):
+            peak_bytes = None
         missed = peak_bytes is None and len(self._fitting) > 1
         self._surprised |= missed
         if not self._is_blind:
@@ -124,7 +131,7 @@ class MicroBatchSearch:
         if failing:
             return low + 1 if low == self.least else max(low // 2, self.least)
         # A peak that began at zero would have the steepest slope: that far it fits in any case.
-        return min(max(int(low * self.target_bytes / max(self._peak(low), 1.0)), 2 * low), upper)
+        return min(max(int(low * self.target_bytes / max(self._peak(low), 1e-9)), 2 * low), upper)
 
     def _next(self, low: int, upper: int) -> int | None:
         before = self._fitting[-2]

@@ -25,15 +25,19 @@ def tell(kind: str, **content: Any) -> None:
         kind: :data:`RUN`, :data:`EPOCH` or :data:`TRIAL`.
         content: JSON-able; numbers that are not finite are kept as Python writes them.
     """
-    sys.stdout.write(f"{MARK}{json.dumps({'kind': kind, **content})}\n")
+    # On a line of its own, whatever was printed without an end before it.
+    sys.stdout.write(f"\n{MARK}{json.dumps({'kind': kind, **content})}\n")
     sys.stdout.flush()
 
 
 def read_event(line: str) -> dict[str, Any] | None:
-    """The event on a line; ``None`` where it is meant for people."""
+    """The event on a line; ``None`` where it is meant for people, or was broken off."""
     if not line.startswith(MARK):
         return None
-    event: dict[str, Any] = json.loads(line[len(MARK) :])
+    try:
+        event: dict[str, Any] = json.loads(line[len(MARK) :])
+    except ValueError:
+        return None
     return event
 
 

@@ -104,16 +104,22 @@ def _read(path: Path, doubts: list[str]) -> str | None:
         return None
     except OSError as error:
         doubts.append(f"{path}: {error.strerror}")
-        return None
+    except UnicodeDecodeError:
+        doubts.append(f"{path}: no text")
+    return None
 
 
 def _number(path: Path, doubts: list[str]) -> int | None:
     """A file that holds a number; ``None`` for ``max`` and where there is none."""
     text = (_read(path, doubts) or "").strip()
-    return int(text) if text.isdigit() else None
+    return int(text) if _is_number(text) else None
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
 
 
 def _statistic(path: Path, key: str, doubts: list[str]) -> int:
     lines = (_read(path, doubts) or "").splitlines()
     values = [line.split() for line in lines]
-    return next((int(v[1]) for v in values if len(v) == 2 and v[0] == key and v[1].isdigit()), 0)
+    return next((int(v[1]) for v in values if len(v) == 2 and v[0] == key and _is_number(v[1])), 0)

@@ -6,6 +6,7 @@ of the control groups around it; on an accelerator the device, with what other p
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 import torch
 
 from ray_dynbs.training.cgroups import Limit, tightest_limit
+from ray_dynbs.training.oom import free_memory
 
 MONITOR, MONITOR_DEFAULT = "RAY_memory_usage_threshold", 0.95
 """Ray kills workers above this fraction of the host's or container's memory."""
@@ -29,7 +31,6 @@ class MemoryReading:
         total_bytes: All there is: of the device, the container, or the host.
         own_bytes: Held by this process.
         source: What was asked, in words.
-        alloc_retries: How often the allocator had to give back memory before it could go on (CUDA).
         doubts: What could not be read.
     """
 
@@ -37,18 +38,12 @@ class MemoryReading:
     total_bytes: int
     own_bytes: int
     source: str
-    alloc_retries: int = 0
     doubts: tuple[str, ...] = ()
 
     @property
     def fraction(self) -> float:
         """In use over there is, in [0, 1]."""
         return min(max(self.used_bytes / max(self.total_bytes, 1), 0.0), 1.0)
-
-    @property
-    def other_bytes(self) -> int:
-        """Held by others than this process."""
-        return max(self.used_bytes - self.own_bytes, 0)
 
 
 def read_memory(device: torch.device) -> MemoryReading:
@@ -60,8 +55,7 @@ def read_memory(device: torch.device) -> MemoryReading:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own = torch.cuda.memory_reserved(device)
-        retries = int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
-        return MemoryReading(total - free, total, own, torch.cuda.get_device_name(device), retries)
+        return MemoryReading(total - free, total, own, torch.cuda.get_device_name(device))
     if device.type == "xpu":
         free, total = torch.xpu.mem_get_info(device)
         return MemoryReading(total - free, total, torch.xpu.memory_reserved(device), "XPU")
@@ -102,7 +96,7 @@ def usable_fraction(device: torch.device, headroom: float) -> float:
         monitor = float(os.environ.get(MONITOR, MONITOR_DEFAULT))
     except ValueError:
         monitor = MONITOR_DEFAULT
-    return min(1.0, monitor) - headroom
+    return min(1.0, monitor) * (1.0 - headroom)
 
 
 class PeakMeter:
@@ -115,18 +109,24 @@ class PeakMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What makes its answers too high: on the CPU, a high-water mark that cannot begin anew."""
+        if self._device.type != "cpu" or os.access(REFRESHED, os.W_OK):
+            return ()
+        return (f"{REFRESHED}: may not be written, so peaks are those since this process began",)
+
     def reset(self) -> None:
-        """Forget what was."""
+        """Forget what was, and give back what is free."""
         if self._device.type in ("cuda", "xpu"):
             torch.accelerator.synchronize(self._device)
             module = torch.cuda if self._device.type == "cuda" else torch.xpu
             module.empty_cache()
             module.reset_peak_memory_stats(self._device)
         elif self._device.type == "cpu":
-            try:
+            free_memory(self._device)  # what an allocator keeps of the last size is no part of the next one
+            with contextlib.suppress(OSError):
                 REFRESHED.write_text("5")  # Linux: the high-water mark begins anew
-            except OSError:
-                return
 
     def peak_bytes(self) -> int:
         """In bytes; on devices that keep no record, what is held now."""

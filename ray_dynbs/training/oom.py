@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 
 import torch
@@ -47,3 +49,11 @@ def free_memory(device: torch.device) -> None:
         torch.xpu.empty_cache()
     elif device.type == "mps":
         torch.mps.empty_cache()
+    else:
+        _trim()
+
+
+def _trim() -> None:
+    """Let the C library hand its free pages back to the system, where it has a way to."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

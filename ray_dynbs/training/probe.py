@@ -1,8 +1,9 @@
 """Probing memory: real steps at several micro-batch sizes, which leave no trace.
 
 Every size is trained for real (forward, backward, optimizer, two micro-batches a step, so that the next
-one's rows are there beside the last one's), on every rank by itself, without any collective: a rank that runs
-out of memory holds up no other. After each size the ranks agree on the fullest memory among them.
+one's rows are there beside the last one's; at an LR of 0, so that nothing diverges), on every rank by itself,
+without any collective: a rank that runs out of memory holds up no other. After each size the ranks agree on
+the fullest memory among them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ray_dynbs.training.world import World
 STEPS = 2
 """Steps per size: Adam's state appears in the first one; the last one is timed."""
 MOST_HALVES = 8
+STILL = Adjustment(lr=0.0)
 _FITS, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
 
 
@@ -56,11 +58,15 @@ class ProbeResult:
         largest: Most rows that fit, 1 or more, run for real.
         tried: All sizes, in the order tried.
         most: Largest size that was allowed.
+        is_limited: Whether memory sets a limit: a larger size was run and did not fit.
+        doubts: What could not be measured as it should.
     """
 
     largest: int
     tried: tuple[SizeTried, ...]
     most: int
+    is_limited: bool
+    doubts: tuple[str, ...] = ()
 
     @property
     def knee(self) -> int:
@@ -72,8 +78,16 @@ class ProbeResult:
         return min(t.micro_batch_size for t in fitting if (t.samples_per_s or 0.0) >= 0.95 * best)
 
 
+class OtherRankFailedError(RuntimeError):
+    """A probe ended because another rank failed, which has the reason."""
+
+
 class Gauge(Protocol):
     """Measures one rank's memory."""
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What could not be measured as it should."""
 
     def reset(self) -> None:
         """A size begins."""
@@ -93,6 +107,7 @@ class MemoryGauge:
     def __init__(self, world: World, headroom: float) -> None:
         self._world, self._meter = world, PeakMeter(world.device)
         self._usable = usable_fraction(world.device, headroom)
+        self.doubts = (*read_memory(world.device).doubts, *self._meter.doubts)
         self._where = _where(world.device)
         rest = read_memory(world.device)
         everybody = world.gather_objects((self._where, rest.own_bytes))
@@ -113,9 +128,9 @@ class MemoryGauge:
 def _where(device: torch.device) -> str:
     """Names a memory: ranks on the same host's CPU, or sharing a device, share it."""
     host = socket.gethostname()
-    if device.type != "cuda":
-        return f"{host} {device.type}"
-    return f"{host} {torch.cuda.get_device_properties(device).uuid}"
+    if device.type == "cuda":
+        return f"{host} {torch.cuda.get_device_properties(device).uuid}"
+    return f"{host} {device}"
 
 
 class Probe:
@@ -160,16 +175,19 @@ class Probe:
 
         Raises:
             ConfigError: not even one row fits; says how much it takes.
-            RuntimeError: another rank failed, which has the reason.
+            OtherRankFailedError: another rank failed, which has the reason.
         """
         before = Snapshot(self._model, self._step.optimizers, self._precision, self._world.device)
-        least = min(_least(self._model), most)
-        search, tried = MicroBatchSearch(max(start, least), most, target_bytes=1.0, least=least), []
+        tried: list[SizeTried] = []
         try:
             self._model.train()
+            least = min(_least(self._model), most)
+            search = MicroBatchSearch(max(start, least), most, target_bytes=1.0, least=least)
             while (rows := search.propose()) is not None:
                 tried.append(self._try(rows, loss_fn, make_batch))
                 search.record(rows, tried[-1].fraction)
+                if tried[-1].fraction is None:
+                    before.restore()  # a step that was broken off may have left half of an optimizer's state
             halves = _halves(search, least) if sweep else []
             tried += [self._try(rows, loss_fn, make_batch) for rows in halves]
         finally:
@@ -178,7 +196,7 @@ class Probe:
             self._gauge.reset()  # gives the device's cache back
         if search.best is None:
             raise ConfigError(_nothing_fits(tried))
-        return ProbeResult(search.best, tuple(tried), most)
+        return ProbeResult(search.best, tuple(tried), most, search.is_limited, self._gauge.doubts)
 
     def _try(self, rows: int, loss_fn: LossFn, make_batch: Callable[[int], Any]) -> SizeTried:
         self._gauge.reset()
@@ -189,7 +207,7 @@ class Probe:
         if agreed == _FAILED:
             if code == _FAILED and problem is not None:
                 raise problem
-            raise RuntimeError(f"another rank failed while {rows} rows were probed")
+            raise OtherRankFailedError(f"another rank failed while {rows} rows were probed")
         problem = None  # its traceback holds the tensors of the step
         fraction = self._agree(self._gauge.fraction())
         if agreed == _OUT_OF_MEMORY:
@@ -211,7 +229,7 @@ class Probe:
                 for _ in range(STEPS):
                     started = time.perf_counter()
                     batches = (make_batch(rows) for _ in range(2))
-                    result = self._step.run(batches, loss_fn, rows=2 * rows, adjustment=Adjustment())
+                    result = self._step.run(batches, loss_fn, rows=2 * rows, adjustment=STILL)
                     result.loss_sum.item()  # waits for the device
                     seconds = time.perf_counter() - started
         except Exception as error:  # noqa: BLE001  # sorted by the caller, who speaks with the other ranks

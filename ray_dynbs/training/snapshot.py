@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,16 @@ import torch
 
 from ray_dynbs.training.precision import MixedPrecision
 
+_PLAIN = (bool, int, float, complex, str, type(None))
+Kept = dict[str, Any]
+
 
 class Snapshot:
-    """Weights, buffers, optimizer state, loss scaler, random numbers and modes as they are now.
+    """What steps change, as it is now: in the model, the optimizers, the loss scaler, the random numbers.
 
-    Tensors are kept in the host's memory.
+    Of the model: parameters, buffers (also those that a forward makes or replaces), modes, and plain
+    attributes (numbers, words, tensors). What a task keeps elsewhere it keeps. Tensors are copied into
+    the host's memory.
 
     Args:
         model: The model.
@@ -32,83 +38,121 @@ class Snapshot:
         precision: MixedPrecision,
         device: torch.device,
     ) -> None:
-        self._model, self._optimizers = model, optimizers
-        self._precision, self._device = precision, device
-        self._tensors = [tensor.detach().to("cpu", copy=True) for tensor in self._of_model()]
-        self._states = [_states(optimizer) for optimizer in optimizers]
-        self._groups = [[_settings(group) for group in each.param_groups] for each in optimizers]
-        self._scaler = copy.deepcopy(precision.scaler.state_dict())
-        self._modes = [(module, module.training) for module in model.modules()]
+        self._parameters = [(each, _copied(each)) for each in model.parameters()]
+        self._modules = [_Module.of(module) for module in model.modules()]
+        self._optimizers = [_Optimizer.of(optimizer) for optimizer in optimizers]
+        self._scaler = precision.scaler
+        self._scaler_state = copy.deepcopy(vars(precision.scaler))
         self._random = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-        self._device_random = _device_random(device)
+        self._device, self._device_random = device, _device_random(device)
 
+    @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back."""
-        with torch.no_grad():
-            for tensor, kept in zip(self._of_model(), self._tensors, strict=True):
-                tensor.copy_(kept)
-            for each in zip(self._optimizers, self._states, self._groups, strict=True):
-                _put_back_optimizer(*each)
-        if self._scaler:
-            self._precision.scaler.load_state_dict(copy.deepcopy(self._scaler))
-        for module, mode in self._modes:
-            module.training = mode
+        """Put everything back; as often as is wanted."""
+        for parameter, kept in self._parameters:
+            parameter.data.copy_(kept)
+        for module in self._modules:
+            module.restore()
+        for optimizer in self._optimizers:
+            optimizer.restore()
+        vars(self._scaler).update(copy.deepcopy(self._scaler_state))
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])  # noqa: NPY002
         torch.set_rng_state(self._random[2])
         if self._device_random is not None:
-            torch.cuda.set_rng_state(self._device_random, self._device)
-
-    def _of_model(self) -> list[torch.Tensor]:
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        return [tensor.data for tensor in tensors]
+            _set_device_random(self._device, self._device_random)
 
 
-def _states(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
-    return {parameter: _kept(state) for parameter, state in optimizer.state.items()}
+@dataclass(frozen=True)
+class _Module:
+    """One module's own buffers and plain attributes, its mode among them."""
+
+    module: torch.nn.Module
+    buffers: dict[str, tuple[torch.Tensor, torch.Tensor] | None]
+    attributes: Kept
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> _Module:
+        own = module._buffers
+        buffers = {name: None if each is None else (each, _copied(each)) for name, each in own.items()}
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, (*_PLAIN, torch.Tensor))}
+        return cls(module, buffers, _kept(plain), frozenset(vars(module)))
+
+    def restore(self) -> None:
+        own = self.module._buffers
+        own.clear()
+        for name, kept in self.buffers.items():
+            if kept is not None and kept[0].shape == kept[1].shape:
+                kept[0].data.copy_(kept[1])
+            own[name] = None if kept is None else kept[0]
+        attributes = vars(self.module)
+        for name in [each for each in attributes if each not in self.names]:
+            del attributes[name]
+        _put_back(attributes, self.attributes, None)
 
 
-def _kept(values: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Optimizer:
+    """An optimizer's state per parameter, and the settings of its groups."""
+
+    optimizer: torch.optim.Optimizer
+    states: dict[torch.Tensor, Kept]
+    groups: list[Kept]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> _Optimizer:
+        states = {parameter: _kept(state) for parameter, state in optimizer.state.items()}
+        groups = [
+            _kept({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups
+        ]
+        return cls(optimizer, states, groups)
+
+    def restore(self) -> None:
+        for parameter in [each for each in self.optimizer.state if each not in self.states]:
+            del self.optimizer.state[parameter]
+        for parameter, kept in self.states.items():
+            present = self.optimizer.state[parameter]
+            for name in [each for each in present if each not in kept]:
+                del present[name]
+            _put_back(present, kept, parameter.device)
+        for group, kept in zip(self.optimizer.param_groups, self.groups, strict=True):
+            _put_back(group, kept, None)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _kept(values: Kept) -> Kept:
     """A copy, with the tensors in the host's memory."""
-    return {
-        key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-        for key, value in values.items()
-    }
+    return {k: _copied(v) if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in values.items()}
 
 
-def _put_back(present: dict[str, Any], kept: dict[str, Any], device: torch.device) -> None:
-    """In place where a tensor is still there; what did not exist is gone again."""
-    for key in [each for each in present if each not in kept]:
-        del present[key]
+def _put_back(present: Kept, kept: Kept, device: torch.device | None) -> None:
+    """Values by name; tensors in place where they are still there."""
     for key, value in kept.items():
         there = present.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor) and there.shape == value.shape:
-            there.copy_(value)
-        elif isinstance(value, torch.Tensor):
-            present[key] = value.to(device, copy=True)
-        else:
+        if not isinstance(value, torch.Tensor):
             present[key] = copy.deepcopy(value)
-
-
-def _put_back_optimizer(
-    optimizer: torch.optim.Optimizer,
-    states: dict[Any, dict[str, Any]],
-    groups: list[dict[str, Any]],
-) -> None:
-    for parameter in [each for each in optimizer.state if each not in states]:
-        del optimizer.state[parameter]
-    for parameter, kept in states.items():
-        _put_back(optimizer.state[parameter], kept, parameter.device)
-    for group, settings in zip(optimizer.param_groups, groups, strict=True):
-        parameters = group.pop("params")
-        _put_back(group, settings, torch.device("cpu"))
-        group["params"] = parameters
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Of a parameter group, but for the parameters."""
-    return _kept({key: value for key, value in group.items() if key != "params"})
+        elif isinstance(there, torch.Tensor) and there.shape == value.shape:
+            there.copy_(value)
+        else:
+            present[key] = value.to(device or value.device, copy=True)
 
 
 def _device_random(device: torch.device) -> torch.Tensor | None:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    if device.type == "xpu":
+        return torch.xpu.get_rng_state(device)
+    return torch.mps.get_rng_state() if device.type == "mps" else None
+
+
+def _set_device_random(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    elif device.type == "xpu":
+        torch.xpu.set_rng_state(state, device)
+    else:
+        torch.mps.set_rng_state(state)

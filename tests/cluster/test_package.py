@@ -75,6 +75,33 @@ def test_links_are_followed_once_and_sockets_passed_over(tmp_path: Path) -> None
     assert sent(project) == {"a.py", "data/data.bin"}
 
 
+def test_a_folder_that_is_reached_twice_is_sent_twice(tmp_path: Path) -> None:
+    fill(tmp_path, "src/model.py")
+    (tmp_path / "alias").symlink_to(tmp_path / "src")
+    assert sent(tmp_path) == {"src/model.py", "alias/model.py"}
+
+
+def test_secrets_and_homes_are_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, "a.py", ".ssh/id", ".aws/credentials", ".ray/auth_token", ".env", "lib/.env")
+    assert sent(tmp_path) == {"a.py"}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in (tmp_path, Path("/")):
+        with pytest.raises(ConfigError, match="is not sent as a whole"):
+            make_package(folder)
+
+
+def test_what_is_odd_is_said_in_one_line(tmp_path: Path) -> None:
+    fill(tmp_path, "a.py")
+    (tmp_path / ".gitignore").write_text("!\n")
+    with pytest.raises(ConfigError, match=r"\.gitignore"):
+        make_package(tmp_path)
+    (tmp_path / ".gitignore").unlink()
+    packed = make_package(tmp_path)
+    (tmp_path / "a.py").unlink()
+    with pytest.raises(ConfigError, match=r"a\.py: cannot be sent \(No such file or directory\)"):
+        packed.write(tmp_path / "p.zip")
+
+
 def test_a_copy_of_this_package_in_the_folder_is_the_one_that_is_sent(tmp_path: Path) -> None:
     fill(tmp_path, f"{PACKAGE.name}/__init__.py", "a.py")
     assert set(make_package(tmp_path).files) == {f"{PACKAGE.name}/__init__.py", "a.py"}

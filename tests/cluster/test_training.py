@@ -46,6 +46,7 @@ def make_config(folder: Path, num_workers: Any, **task_args: Any) -> Config:
             "guards": [],
             "lr": {"rule": "sqrt", "warmup_epochs": 2},
             "cluster": {"num_workers": num_workers},
+            "memory": {"probe": "off"},  # the task writes down all rows that its loss is given
             "out": str(folder / "runs"),
         }
     )

@@ -103,6 +103,35 @@ def test_where_not_even_one_row_fits_there_is_no_answer() -> None:
     assert search.best is None
 
 
+def test_numbers_that_are_none_fail() -> None:
+    search = MicroBatchSearch(8, 100, 1.0)
+    for peak in (float("nan"), float("inf")):
+        rows = search.propose()
+        assert rows is not None
+        search.record(rows, peak)
+    assert search.propose() is None
+    assert search.best is None
+
+
+def test_only_a_size_that_failed_is_a_limit() -> None:
+    search = MicroBatchSearch(1, 1_000_000, 0.9 * CAPACITY)
+    run(search, lambda rows: 2e9)
+    assert not search.is_limited
+    search = MicroBatchSearch(1, 1_000_000, 0.9 * CAPACITY)
+    run(search, lambda rows: 1e9 + 1e7 * rows)
+    assert search.best is not None
+    assert search.best <= 1340
+
+
+def test_fractions_are_searched_as_bytes_are() -> None:
+    tried = []
+    for unit in (1.0, CAPACITY):
+        search = MicroBatchSearch(8, 100_000, unit)
+        run(search, lambda rows: unit * (0.05 + rows / 12_345), capacity=unit * 1.1)  # noqa: B023
+        tried.append(list(search.peaks))
+    assert tried[0] == tried[1]
+
+
 def test_peaks_that_do_not_grow_end_at_the_largest() -> None:
     search = MicroBatchSearch(4, 10_000, 0.9 * CAPACITY)
     assert run(search, lambda rows: 2e9) <= 8

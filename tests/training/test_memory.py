@@ -146,18 +146,18 @@ def test_this_machine() -> None:
     assert 0 < reading.own_bytes <= reading.used_bytes + GB
     assert 0 < reading.fraction < 1
     assert reading.fraction == pytest.approx(memory_fraction(CPU), abs=0.05)
-    assert reading.other_bytes == max(reading.used_bytes - reading.own_bytes, 0)
     assert cgroups.ROOT.exists() or reading.source == "host"
 
 
 def test_rays_own_memory_monitor_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_memory_usage_threshold", raising=False)
-    assert usable_fraction(CPU, 0.1) == pytest.approx(0.85)
+    assert usable_fraction(CPU, 0.1) == pytest.approx(0.855)
+    assert usable_fraction(CPU, 0.99) > 0
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.7")
-    assert usable_fraction(CPU, 0.1) == pytest.approx(0.6)
+    assert usable_fraction(CPU, 0.1) == pytest.approx(0.63)
     assert usable_fraction(torch.device("cuda"), 0.1) == pytest.approx(0.9)
     monkeypatch.setenv("RAY_memory_usage_threshold", "nonsense")
-    assert usable_fraction(CPU, 0.1) == pytest.approx(0.85)
+    assert usable_fraction(CPU, 0.1) == pytest.approx(0.855)
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs /proc/self/clear_refs")

@@ -56,6 +56,8 @@ class SimulatedMemory:
         self._highest = max(self._highest, self._peak(rows))
         return self._loss(batch)
 
+    doubts = ()
+
     def reset(self) -> None:
         self._highest = 0.0
 
@@ -129,9 +131,17 @@ class Everything(nn.Module):
         self.still = nn.BatchNorm1d(8).eval()
         self.head = nn.Linear(8, 1)
         self.register_buffer("calls", torch.zeros(1), persistent=False)
+        self.register_buffer("mask", None)
+        self.register_buffer("cache", torch.zeros(2))
+        self.average = 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        self.mask = torch.ones(len(x))  # buffers made and replaced in the forward, and plain attributes
+        if len(x) > len(self.cache):
+            self.cache = torch.arange(len(x))
+        self.average = 0.9 * self.average + 0.1 * len(x)
+        self.last_seen = len(x)
         return self.head(self.still(self.frozen(self.body(x))))
 
 
@@ -144,7 +154,9 @@ def trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         [tensor.detach().numpy().tobytes() for tensor in tensors],
         [v.numpy().tobytes() if isinstance(v, torch.Tensor) else v for v in flat],
         copy.deepcopy(optimizer.state_dict()["param_groups"]),
-        [module.training for module in model.modules()],
+        [{k: v for k, v in vars(m).items() if isinstance(v, bool | int | float)} for m in model.modules()],
+        [sorted(vars(module)) for module in model.modules()],
+        [name for name, _ in model.named_buffers()],
         torch.get_rng_state().numpy().tobytes(),
         random.getstate(),
         str(np.random.get_state()),
@@ -174,6 +186,42 @@ def test_a_probe_leaves_no_trace(make: Callable[[Any], torch.optim.Optimizer], t
     result, _ = find(model, optimizer, line(30), start=64)  # which fails
     assert result.largest >= 29
     assert trace(model, optimizer) == before
+
+
+class Greedy(torch.optim.AdamW):
+    """Runs out of memory while its state is made."""
+
+    failures = 1
+
+    def step(self, closure: Any = None) -> Any:
+        if self.failures:
+            self.failures -= 1
+            for group in self.param_groups:
+                self.state[group["params"][0]]["step"] = torch.tensor(0.0)  # half of it
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().step(closure)
+
+
+def test_an_optimizer_that_runs_out_of_memory_halfway_is_put_in_order() -> None:
+    model = small_model()
+    optimizer = Greedy(model.parameters(), lr=0.1)
+    before = trace(model, optimizer)
+    result, _ = find(model, optimizer, line(30), start=16)
+    assert [each.fraction is None for each in result.tried[:2]] == [True, False]
+    assert trace(model, optimizer) == before
+
+
+def test_weights_stand_still_while_memory_is_probed() -> None:
+    """At the LR of the run, without its warm-up, they might diverge."""
+    model = small_model()
+    seen = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e6, momentum=0.9, weight_decay=1.0)
+    optimizer.register_step_post_hook(lambda *_: seen.append(flat_weights(model)))
+    before = flat_weights(model)
+    find(model, optimizer, line(30))
+    assert seen
+    for weights in seen:
+        np.testing.assert_array_equal(weights, before)
 
 
 def test_training_goes_on_as_if_nothing_had_been_probed() -> None:
@@ -225,7 +273,7 @@ def _failing() -> str:
 
 def test_another_error_than_memory_is_raised_where_it_came_from() -> None:
     assert run_ranks(_failing, 2) == [
-        "RuntimeError: another rank failed while 16 rows were probed",
+        "OtherRankFailedError: another rank failed while 16 rows were probed",
         "ValueError: no luck",
     ]
 
