@@ -5,6 +5,7 @@ The driver of a run lives on the cluster (``cluster/remote.py``): what is here o
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -58,6 +59,7 @@ def connect(
     """
     disconnect()
     _connections.append(Connection(address, working_dir, runtime_env))
+    atexit.register(disconnect)  # while Ray can still be shut down; twice does no harm
     return _connections[-1]
 
 

@@ -101,7 +101,7 @@ def _points(report: ProbeReport) -> list[Point]:
             "largest that fits": tried.micro_batch_size == result.largest,
             "knee: as fast as any": tried.micro_batch_size == result.knee,
             "out of memory": tried.fraction is None,
-            "in the head-room": tried.fraction is not None and tried.fraction > 1,
+            "in the headroom": tried.fraction is not None and tried.fraction > 1,
         }
         said = ", ".join(words for words, holds in marks.items() if holds)
         points.append(Point(tried.micro_batch_size, tried.fraction, tried.samples_per_s, said))
@@ -120,7 +120,8 @@ def _print(points: list[Point], measured: Measured, report: ProbeReport) -> None
     wide_console().print(table)
     where = f"{report.world_size} x {report.device}"
     limit = "no more fit" if report.result.is_limited else "no limit was met"
-    typer.echo(f"memory: of what may be used less head-room, on {where}; {measured.largest} rows: {limit}")
+    typer.echo(f"memory: the peak over what may be used, headroom left free, on {where}")
+    typer.echo(f"{measured.largest} rows fit in one forward: {limit}; speeds are of one step each")
     if measured.class_floor is not None:
         typer.echo(f"class coverage: at least {measured.class_floor} rows in a batch")
     plan, reasons = recommend(measured)

@@ -20,6 +20,7 @@ from ray_dynbs.storage.run_directory import (
     EARLIER_CONFIGS,
     RunDirectory,
     check_writable,
+    in_job_folder,
     lasting,
 )
 from ray_dynbs.tasks.loading import load_task
@@ -106,6 +107,8 @@ def _train(config: Config, run: RunDirectory | None, found: Preflight, *, events
 
 def _how_to_go_on(run: RunDirectory) -> str:
     """The command, whose configuration is the one of the run, overrides included."""
+    if in_job_folder():  # where nobody sits
+        return f"; go on with it by --resume (the newest of its name), or --resume={run.uri}"
     config = f"{run.uri}/{CONFIG}" if "://" not in run.uri else "CONFIG"
     return f"; go on with: ray-dynbs train {config} --resume {run.uri}"
 

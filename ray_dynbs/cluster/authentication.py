@@ -57,7 +57,9 @@ def token_source() -> str:
 
 def _send_token(address: str) -> None:
     if not token_source():
-        raise ConfigError(f"{address}: asks for a token, none was found; allowed: one in {PLACES}")
+        named = os.environ.get(TOKEN_PATH)
+        found = f"{TOKEN_PATH}={named} is no file" if named else "none was found"
+        raise ConfigError(f"{address}: asks for a token, {found}; allowed: one in {PLACES}")
     if os.environ.get(MODE):
         raise ConfigError(f"{address}: asks for a token, {MODE} is {os.environ[MODE]!r}; allowed: 'token'")
     os.environ[MODE] = "token"

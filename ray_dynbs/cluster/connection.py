@@ -22,6 +22,7 @@ from ray_dynbs.cluster.session import ray_session
 from ray_dynbs.core.errors import ConfigError
 
 SCHEME = "ray://"
+PORT_TAKEN, ATTEMPTS = "Starting Ray client server failed", 3
 
 
 class Connection:
@@ -146,9 +147,7 @@ def _connect(address: str, runtime_env: Mapping[str, Any]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            context = ray.init(
-                address, runtime_env=dict(runtime_env), log_to_driver=False, logging_level=logging.ERROR
-            )
+            context = _init(address, runtime_env)
     except (ConnectionError, ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(f"{address}: {' '.join(str(error).split())}") from error
     finally:
@@ -163,6 +162,20 @@ def _connect(address: str, runtime_env: Mapping[str, Any]) -> None:
             f"here are Python {here[0]} and Ray {here[1]}; "
             f"allowed: the same Ray and Python {'.'.join(there[0].split('.')[:2])}"
         )
+
+
+def _init(address: str, runtime_env: Mapping[str, Any]) -> Any:
+    """Connect; the head gives every client a server of its own, on the next port, which may be taken."""
+    for attempt in range(ATTEMPTS):
+        try:
+            return ray.init(
+                address, runtime_env=dict(runtime_env), log_to_driver=False, logging_level=logging.ERROR
+            )
+        except ConnectionError as error:
+            ray.shutdown()
+            if PORT_TAKEN not in str(error) or attempt == ATTEMPTS - 1:
+                raise
+    raise AssertionError("unreachable")
 
 
 def versions() -> tuple[str, str]:

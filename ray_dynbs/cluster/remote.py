@@ -274,7 +274,9 @@ def find_record(name: str, out: str) -> tuple[str, str | None]:
     task: Any = ray.remote(num_cpus=0, max_retries=0)(_newest)
     found = ray.get(task.options(resources=HEAD).remote(name, out))
     if isinstance(found, str):
-        raise ConfigError(f"attach: {name!r} is not in progress, and {found.removeprefix('--resume: ')}")
+        raise ConfigError(
+            f"attach: {name!r} is not in progress, and {found.removeprefix('--resume: ').partition(';')[0]}"
+        )
     return found[1], found[0]
 
 

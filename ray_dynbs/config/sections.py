@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ray_dynbs.config.errors import nearest
 from ray_dynbs.core.cadence import Cadence
@@ -232,6 +232,12 @@ class MemorySection(Section):
         description="find the most rows that fit in one forward by real steps, before a run's first one",
     )
     headroom: float = Field(0.1, ge=0, lt=1, description="fraction of the memory that a probe leaves free")
+
+    @field_validator("probe", mode="before")
+    @classmethod
+    def _word(cls, value: Any) -> Any:
+        """What YAML makes of the word ``off``."""
+        return "off" if value is False else value
 
 
 class ClusterSection(Section):

@@ -100,8 +100,18 @@ class MicroBatchSearch:
 
     @property
     def _is_blind(self) -> bool:
-        """Whether memory ends before what is said of it: a limit that nobody can read."""
-        return self._misses >= _MISSES
+        """Whether memory ends before what is said of it: a limit that nobody can read.
+
+        Where predictions fail again and again, or a size that would fit even at the steepest slope.
+        """
+        fitting, failing = self._fitting, self._failing
+        if self._misses >= _MISSES:
+            return True
+        if len(fitting) < 2 or not failing or self.peaks[failing[0]] is not None:
+            return False
+        slope, low = self._slope(fitting[-2], fitting[-1]), fitting[-1]
+        room = self.target_bytes - self._peak(low)
+        return low + room / max(slope * _BEND, 1e-300) >= failing[0]
 
     @staticmethod
     def _middle(low: int, high: int) -> int | None:

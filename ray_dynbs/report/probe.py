@@ -46,9 +46,10 @@ def draw_probe(points: Sequence[Point], measured: Measured, name: str) -> bytes:
     memory.set(xlabel="micro-batch (rows)", title=f"{name}: peak memory, fraction", ylim=(0, None))
     memory.legend()
     speed.plot([rows for rows, _, _ in known], [each for _, _, each in known], marker="o")
-    for rows, words in ((measured.knee, "knee"), (measured.largest, "largest")):
+    for rows, words, height in ((measured.knee, "knee", 0.12), (measured.largest, "largest", 0.04)):
         speed.axvline(rows, linestyle="--", color="#0072B2")
-        speed.annotate(f" {words}: {rows}", (rows, 0.05), xycoords=("data", "axes fraction"))
+        place = (rows, height)
+        speed.annotate(f"{words}: {rows} ", place, xycoords=("data", "axes fraction"), ha="right")
     speed.set(xlabel="micro-batch (rows)", title="Rows per second and worker", ylim=(0, None))
     for axes in (memory, speed):
         axes.set_xscale("log", base=2)

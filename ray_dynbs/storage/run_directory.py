@@ -241,6 +241,11 @@ class RunDirectory:
         return _resolve(self.uri)
 
 
+def in_job_folder() -> bool:
+    """Whether the working directory is a copy that Ray has made for a job."""
+    return JOB_FOLDERS in Path.cwd().parts
+
+
 def lasting(path: str) -> str:
     """A path for what is to be kept, given one as the user wrote it.
 
@@ -250,7 +255,7 @@ def lasting(path: str) -> str:
     Args:
         path: A local path, or a URI, which stays as it is.
     """
-    if "://" in path or JOB_FOLDERS not in Path.cwd().parts:
+    if "://" in path or not in_job_folder():
         return path
     return (Path.home() / "ray_results" / Path(path).expanduser()).as_posix()
 

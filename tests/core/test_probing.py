@@ -103,6 +103,17 @@ def test_where_not_even_one_row_fits_there_is_no_answer() -> None:
     assert search.best is None
 
 
+@pytest.mark.parametrize("maximum", [1, 5, 40, 3_000])
+@pytest.mark.parametrize("start", [2, 96, 9_000])
+def test_a_limit_that_nobody_can_read_is_closed_in_on(maximum: int, start: int) -> None:
+    """Memory ends long before the capacity that is said: within 10 %, in at most 16 sizes."""
+    search = MicroBatchSearch(start, 10_000, 0.9 * CAPACITY)
+    tries = run(search, lambda rows: 1e9 + 1e4 * rows if rows <= maximum else 2 * CAPACITY)
+    assert tries <= 16
+    assert search.best is not None
+    assert 0.9 * maximum - 1 <= search.best <= maximum
+
+
 def test_numbers_that_are_none_fail() -> None:
     search = MicroBatchSearch(8, 100, 1.0)
     for peak in (float("nan"), float("inf")):
