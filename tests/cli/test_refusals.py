@@ -143,7 +143,14 @@ def test_a_loss_that_is_not_finite(start: Any, tmp_path: Path, on_nonfinite: str
     """In the sixth step, of the second epoch: stops and names it, or leaves it out and never grows."""
     policy = {"name": "threshold", "grad_norm_low": 1e6, "grad_norm_high": 1e9}
     config = write(
-        tmp_path, NAN, on_nonfinite=on_nonfinite, epochs=3, policy=policy, guards=[], batch={"initial": 10}
+        tmp_path,
+        NAN,
+        on_nonfinite=on_nonfinite,
+        epochs=3,
+        policy=policy,
+        guards=[],
+        batch={"initial": 10},
+        memory={"probe": "off"},  # the task counts its calls
     )
     command = start("train", config)
     code = command.wait(120)

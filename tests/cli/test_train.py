@@ -122,6 +122,7 @@ def write_blobs(folder: Path, num_rows: int) -> None:
     pq.write_table(whole.slice(num_rows // 3), folder / "part-1.parquet")
 
 
+@pytest.mark.slow
 def test_any_parquet_folder_and_a_task_of_ones_own(start: Any, tmp_path: Path) -> None:
     """Three ragged workers on other people's columns; the task lies beside the configuration."""
     write_blobs(tmp_path / "train", 307)

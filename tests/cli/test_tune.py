@@ -27,6 +27,7 @@ def values_of(record: RunDirectory) -> dict[str, float]:
 
 @pytest.mark.ray
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_a_search_and_the_run_of_its_best(start: Any, tmp_path: Path) -> None:
     """Six trials of two seeds; the best one, trained as a run, has that seed's metric to the digit."""
     command = start("tune", str(THRESHOLDS), "--out", "runs", *SHORT)

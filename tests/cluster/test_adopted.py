@@ -87,6 +87,7 @@ def test_a_loop_of_a_users_own_equals_a_plain_one(
 
 
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.slow
 def test_a_hugging_face_model_on_a_data_loader_of_ragged_rows(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[test]'")
     settings = {"batch": {"initial": 5, "min": 1}, "policy": {"name": "fixed"}, "shuffle": "full"}
