@@ -121,7 +121,7 @@ def _print(points: list[Point], measured: Measured, report: ProbeReport) -> None
     where = f"{report.world_size} x {report.device}"
     limit = "no more fit" if report.result.is_limited else "no limit was met"
     typer.echo(f"memory: the peak over what may be used, headroom left free, on {where}")
-    typer.echo(f"{measured.largest} rows fit in one forward: {limit}; speeds are of one step each")
+    typer.echo(f"at most {measured.largest} rows in one forward ({limit}); speeds are of one step each")
     if measured.class_floor is not None:
         typer.echo(f"class coverage: at least {measured.class_floor} rows in a batch")
     plan, reasons = recommend(measured)
