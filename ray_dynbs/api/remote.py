@@ -6,6 +6,7 @@ The driver of a run lives on the cluster (``cluster/remote.py``): what is here o
 from __future__ import annotations
 
 import atexit
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -274,19 +275,21 @@ class _Remote(Record):
         self._raise_failure()
         return self
 
+    @abstractmethod
     def _view(self) -> Any:
-        raise NotImplementedError
+        """What shows it while it goes on."""
 
+    @abstractmethod
     def _show(self, event: Mapping[str, Any], view: Any) -> None:
-        raise NotImplementedError
+        """Show one event."""
 
+    @abstractmethod
     def _is_complete(self) -> bool:
         """Whether the record is that of something that came to its end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _show_record(self, view: Any) -> None:
         """Show what is on record of something that nobody remembers."""
-        raise NotImplementedError
 
     def _take(self, lines: list[str], view: Any = None) -> None:
         """Sort what the driver has said: events to the view, words to the reader."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tempfile
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,13 +104,13 @@ class BestCheckpoint:
         return state
 
 
-class Record:
+class Record(ABC):
     """A directory on the cluster. Everything is read when it is asked for, also while the run goes on."""
 
     @property
+    @abstractmethod
     def uri(self) -> str:
         """Of the directory."""
-        raise NotImplementedError
 
 
 class RunRecord(Record):

@@ -18,9 +18,7 @@ from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.guards import ClassCoverage
 from ray_dynbs.core.recommend import Measured, recommend
 from ray_dynbs.report.probe import Point, draw_probe
-from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.preflight import Preflight, preflight
-from ray_dynbs.tasks.sources import resolve_sources
 
 if TYPE_CHECKING:
     from ray_dynbs.cluster.probing import ProbeReport
@@ -51,13 +49,10 @@ def _probe(config: Config, found: Preflight, plot: Path | None) -> int:
     from ray.train import TrainingFailedError
 
     from ray_dynbs.cluster.classes import with_class_counts
-    from ray_dynbs.cluster.data import prepare_data
+    from ray_dynbs.cluster.data import prepare_run
     from ray_dynbs.cluster.probing import run_probe
 
-    sources = found.sources
-    if sources is None:
-        sources = resolve_sources(config, load_task(config.task))
-    data = prepare_data(sources, config.data.columns, found.rows, config.data.timeout_s)
+    data = prepare_run(config, found)
     config = with_class_counts(config, data.blocks["train"])
     try:
         report = run_probe(config, data)

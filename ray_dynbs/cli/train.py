@@ -23,9 +23,7 @@ from ray_dynbs.storage.run_directory import (
     in_job_folder,
     lasting,
 )
-from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.preflight import Preflight, preflight
-from ray_dynbs.tasks.sources import resolve_sources
 
 
 def train_command(config: Config, *, resume: str | None, verbose: bool, events: bool = False) -> int:
@@ -62,14 +60,11 @@ def _train(config: Config, run: RunDirectory | None, found: Preflight, *, events
     from ray.train import TrainingFailedError
 
     from ray_dynbs.cluster.classes import with_class_counts
-    from ray_dynbs.cluster.data import prepare_data
+    from ray_dynbs.cluster.data import prepare_run
     from ray_dynbs.cluster.trainer import crowded, run_training, scaling_config
 
     scaling_config(config)  # refuses what the cluster cannot place before anything is written
-    sources = found.sources
-    if sources is None:
-        sources = resolve_sources(config, load_task(config.task))
-    data = prepare_data(sources, config.data.columns, found.rows, config.data.timeout_s)
+    data = prepare_run(config, found)
     config = with_class_counts(config, data.blocks["train"])
     if run is None:
         run = RunDirectory.create(config.out, config.name)

@@ -19,9 +19,7 @@ from ray_dynbs.report.events import RUN, TRIAL, tell
 from ray_dynbs.report.trials import TrialLines, trial_line
 from ray_dynbs.storage.run_directory import CONFIG, RunDirectory, check_writable, lasting
 from ray_dynbs.storage.search_directory import BEST, SEARCH_PAGE, TRIALS, write_trials
-from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.preflight import Preflight, preflight
-from ray_dynbs.tasks.sources import resolve_sources
 
 if TYPE_CHECKING:
     from ray_dynbs.cluster.search.record import TrialRecord
@@ -108,16 +106,13 @@ def _recorded(record: RunDirectory) -> tuple[Search, Path]:
 
 
 def _search(candidates: Candidates, found: Preflight, record: RunDirectory | None, *, events: bool) -> int:
-    from ray_dynbs.cluster.data import prepare_data
+    from ray_dynbs.cluster.data import prepare_run
     from ray_dynbs.cluster.search.driver import check_room, plan_search, run_search
     from ray_dynbs.cluster.search.record import table_row
 
     base, search = candidates.base, candidates.search
     check_room(candidates)
-    sources = found.sources
-    if sources is None:
-        sources = resolve_sources(base, load_task(base.task))
-    data = prepare_data(sources, base.data.columns, found.rows, base.data.timeout_s)
+    data = prepare_run(base, found)
     plan = plan_search(candidates, data) if record is None else None
     if record is None:
         record = RunDirectory.create(search.out, search.name)

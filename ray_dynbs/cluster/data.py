@@ -18,8 +18,11 @@ import ray
 import ray.data
 from ray.data.block import BlockAccessor
 
+from ray_dynbs.config import Config
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.tasks.sources import Source, is_path
+from ray_dynbs.tasks.loading import load_task
+from ray_dynbs.tasks.preflight import Preflight
+from ray_dynbs.tasks.sources import Source, is_path, resolve_sources
 from ray_dynbs.training.columns import ColumnStore
 
 
@@ -47,6 +50,18 @@ class PreparedData:
     blocks: dict[str, Blocks]
     num_rows: dict[str, int]
     owners: tuple[Any, ...]
+
+
+def prepare_run(config: Config, found: Preflight) -> PreparedData:
+    """The rows of a configuration, from where the preflight found them or, on this cluster, the task says.
+
+    Raises:
+        ConfigError: see :func:`prepare_data`.
+    """
+    sources = found.sources
+    if sources is None:
+        sources = resolve_sources(config, load_task(config.task))
+    return prepare_data(sources, config.data.columns, found.rows, config.data.timeout_s)
 
 
 def prepare_data(

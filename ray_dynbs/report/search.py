@@ -13,6 +13,7 @@ import yaml
 from ray_dynbs.report.importance import importances
 from ray_dynbs.report.page import CSS
 from ray_dynbs.report.panels import svg_of
+from ray_dynbs.report.trials import point_text, value_text
 from ray_dynbs.storage.run_directory import CONFIG, RunDirectory
 from ray_dynbs.storage.search_directory import PARAM, SEARCH_PAGE, read_results, read_trials
 
@@ -145,11 +146,13 @@ def _summary(trials: Trials) -> str:
     lines = []
     if best is not None:
         lines.append(
-            f"Best: {name} {_with_spread(best)} in {best['time_s']:,.1f} s of training. {_point(best)}"
+            f"Best: {name} {_with_spread(best)} in {best['time_s']:,.1f} s of training. "
+            f"{html.escape(point_text(best))}"
         )
     if fixed is not None:
         lines.append(
-            f"Best fixed batch: {name} {_with_spread(fixed)} in {fixed['time_s']:,.1f} s. {_point(fixed)}"
+            f"Best fixed batch: {name} {_with_spread(fixed)} in {fixed['time_s']:,.1f} s. "
+            f"{html.escape(point_text(fixed))}"
         )
     every = (*trials.rows, *trials.others)
     counts = {status: sum(row["status"] == status for row in every) for status in STATUSES}
@@ -174,15 +177,6 @@ STATUSES = {
 def _with_spread(row: Row) -> str:
     several = row["values"] is not None and len(row["values"]) > 1
     return f"{row['value']:.4f}" + (f" ± {row['spread']:.4f}" if several else "")
-
-
-def _point(row: Row) -> str:
-    pairs = [(key.removeprefix(PARAM), value) for key, value in row.items() if key.startswith(PARAM)]
-    return html.escape(", ".join(f"{key}={_short(value)}" for key, value in pairs if value is not None))
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _draw_front(trials: Trials, axes: Axes) -> None:
@@ -258,7 +252,7 @@ def _table_row(row: Row, trials: Trials) -> str:
         cells += ["-"] * 4
     if trials.target is not None:
         cells.append("not reached" if row["cost"] is None else f"{row['cost']:,.4g}")
-    cells += ["" if row[name] is None else _short(row[name]) for name in trials.params]
+    cells += ["" if row[name] is None else value_text(row[name]) for name in trials.params]
     kind = "change" if row["trial"] == trials.best else ""
     text = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
     more = ""

@@ -29,12 +29,12 @@ def trial_line(row: Row, metric: str, cost: str | None) -> str:
         cost: What trials are ranked by the cost of, where they are: ``time_s``, ``samples`` or ``steps``.
     """
     if row["error"]:
-        return f"failed: {row['error']}; {_point(row)}"
+        return f"failed: {row['error']}; {point_text(row)}"
     if not row["epochs"]:
-        return f"{row['status']} before its first epoch; {_point(row)}"
+        return f"{row['status']} before its first epoch; {point_text(row)}"
     how = "" if row["status"] == "finished" else f" ({row['status']})"
     spent = "" if cost is None else f", {_cost(row, cost)}"
-    return f"{metric} {_value(row)} in {row['epochs']} epochs{how}{spent}; {_point(row)}"
+    return f"{metric} {_value(row)} in {row['epochs']} epochs{how}{spent}; {point_text(row)}"
 
 
 def _value(row: Row) -> str:
@@ -46,12 +46,14 @@ def _cost(row: Row, cost: str) -> str:
     return "target not reached" if row["cost"] is None else f"{cost} {row['cost']:,.4g}"
 
 
-def _point(row: Row) -> str:
+def point_text(row: Row) -> str:
+    """Where in the space a trial was; keys that it has not, being conditional, are left out."""
     pairs = [(key.removeprefix(PARAM), value) for key, value in row.items() if key.startswith(PARAM)]
-    return ", ".join(f"{key}={_short(value)}" for key, value in pairs) or "the base"
+    return ", ".join(f"{k}={value_text(v)}" for k, v in pairs if v is not None) or "the base"
 
 
-def _short(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A key's value, short."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -136,7 +138,7 @@ class TrialTable:
             f"{row['time_s']:.1f}" if trained else "-",
             *spent,
             row["status"],
-            row["error"] or _point(row),
+            row["error"] or point_text(row),
         ]
 
     def _best(self) -> Row | None:
