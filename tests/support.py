@@ -123,10 +123,11 @@ def training_loop(
     reference: int | None = None,
     shuffle: Any = "full",
     clip_grad_norm: float | None = None,
+    make_model: Callable[[], nn.Module] | None = None,
 ) -> tuple[nn.Module, TrainingLoop]:
     """This rank's loop over a small regression problem, in the current process group."""
     world = World.current()
-    model = small_model(dtype)
+    model = make_model() if make_model else small_model(dtype)
     optimizer = make_optimizer(model.parameters())
     precision = MixedPrecision("fp64" if dtype == torch.float64 else "fp32", world.device)
     progress = ScheduleProgress(whole.num_rows, reference or plan.global_batch_size)

@@ -16,8 +16,9 @@ from ray_dynbs.config import Config
 from ray_dynbs.config.components import build_guards
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.guards import ClassCoverage
+from ray_dynbs.core.probed import ProbeResult, SizeTried
 from ray_dynbs.core.recommend import Measured, recommend
-from ray_dynbs.report.probe import Point, draw_probe
+from ray_dynbs.report.probe import draw_probe, gib
 from ray_dynbs.tasks.preflight import Preflight, preflight
 
 if TYPE_CHECKING:
@@ -72,12 +73,11 @@ def _probe(config: Config, found: Preflight, plot: Path | None) -> int:
         num_rows=data.num_rows["train"],
         world_size=report.world_size,
     )
-    points = _points(report)
-    _print(points, measured, report)
+    _print(measured, report)
     for doubt in report.result.doubts:
         typer.echo(f"warning: {doubt}", err=True)
     if plot is not None:
-        plot.write_bytes(draw_probe(points, measured, config.name))
+        plot.write_bytes(draw_probe(report.result, measured, config.name))
         typer.echo(plot)
     return DONE
 
@@ -87,36 +87,44 @@ def _class_floor(config: Config) -> int | None:
     return max(floors, default=None)
 
 
-def _points(report: ProbeReport) -> list[Point]:
+def _marked(result: ProbeResult) -> list[tuple[SizeTried, str]]:
     """Sizes tried, the smallest first, each with what is to be said of it."""
-    result = report.result
-    points = []
+    marked = []
     for tried in sorted(result.tried, key=lambda each: each.micro_batch_size):
+        rows = tried.micro_batch_size
         marks = {
-            "largest that fits": tried.micro_batch_size == result.largest,
-            "knee: as fast as any": tried.micro_batch_size == result.knee,
+            "largest that fits": rows == result.largest,
+            "knee: as fast as any": rows == result.knee,
+            "surely faster than the largest": rows == result.fastest < result.largest,
             "out of memory": tried.fraction is None,
-            "in the headroom": tried.fraction is not None and tried.fraction > 1,
+            "in the headroom": tried.fraction is not None and not tried.fits,
         }
-        said = ", ".join(words for words, holds in marks.items() if holds)
-        points.append(Point(tried.micro_batch_size, tried.fraction, tried.samples_per_s, said))
-    return points
+        marked.append((tried, ", ".join(words for words, holds in marks.items() if holds)))
+    return marked
 
 
-def _print(points: list[Point], measured: Measured, report: ProbeReport) -> None:
-    table = Table(box=None, header_style="bold")
-    for name in ("micro-batch", "memory", "rows/s per worker"):
+def _print(measured: Measured, report: ProbeReport) -> None:
+    result, table = report.result, Table(box=None, header_style="bold")
+    for name in ("micro-batch", "memory", "", "rows/s per worker"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
-    for point in points:
-        memory = "-" if point.fraction is None else f"{point.fraction:.0%}"
-        speed = "-" if point.samples_per_s is None else f"{point.samples_per_s:,.0f}"
-        table.add_row(f"{point.rows:,}", memory, speed, point.said)
+    for tried, said in _marked(result):
+        memory = "-" if tried.peak_bytes is None else gib(tried.peak_bytes)
+        part = "" if tried.fraction is None else f"{tried.fraction:.0%}"
+        speed = "-" if tried.samples_per_s is None else f"{tried.samples_per_s:,.0f}"
+        table.add_row(f"{tried.micro_batch_size:,}", memory, part, speed, said)
     wide_console().print(table)
     where = f"{report.world_size} x {report.device}"
-    limit = "no more fit" if report.result.is_limited else "no limit was met"
-    typer.echo(f"memory: the peak over what may be used, headroom left free, on {where}")
-    typer.echo(f"at most {measured.largest} rows in one forward ({limit}); speeds are of one step each")
+    typer.echo(
+        f"memory: the peak, others' included, of {gib(result.usable_bytes)} that may be used with headroom "
+        f"left free, on {where}"
+    )
+    if result.line is not None:
+        typer.echo(f"  about {gib(result.line[0])}, and {result.line[1] / 2**20:,.3g} MiB for each row")
+    limit = {"memory": "no more fit", "time": "more would take too long to try", None: "no limit was met"}
+    typer.echo(
+        f"at most {measured.largest} rows in one forward ({limit[result.limit]}); speeds are of one step each"
+    )
     if measured.class_floor is not None:
         typer.echo(f"class coverage: at least {measured.class_floor} rows in a batch")
     plan, reasons = recommend(measured)

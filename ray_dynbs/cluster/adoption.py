@@ -15,14 +15,18 @@ from ray_dynbs.cluster.data import Blocks, fetch
 from ray_dynbs.config.schema import LoopSettings
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.lr import LR_RULES
+from ray_dynbs.core.probed import ProbeResult
 from ray_dynbs.training.columns import ColumnStore
 from ray_dynbs.training.datasets import DatasetStore
 from ray_dynbs.training.feed import IndexedFeed, RowStore
+from ray_dynbs.training.gauge import MemoryGauge
 from ray_dynbs.training.loop import TrainingLoop
 from ray_dynbs.training.lr import Schedule
 from ray_dynbs.training.plain import plain_model
 from ray_dynbs.training.precision import MixedPrecision
-from ray_dynbs.training.step import OptimizerStep
+from ray_dynbs.training.probe import Probe
+from ray_dynbs.training.recompute import checkpoint_activations
+from ray_dynbs.training.step import LossFn, OptimizerStep
 from ray_dynbs.training.world import World
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -69,6 +73,8 @@ class Adoption:
                 types, or an LR rule that is not defined for every batch with these optimizers.
         """
         plain, precision = plain_model(model), MixedPrecision(settings.precision, world.device)
+        if settings.memory.activation_checkpointing != "off":
+            checkpoint_activations(plain, settings.memory.activation_checkpointing)
         step = OptimizerStep(
             plain,
             optimizers,
@@ -84,8 +90,8 @@ class Adoption:
         schedules = tuple(Schedule(scheduler, per_pass) for scheduler in each)
         return cls(settings, world, plain, store, step, schedules, precision)
 
-    def make_loop(self) -> TrainingLoop:
-        """The training loop; every rank takes rank 0's weights.
+    def make_feed(self) -> IndexedFeed:
+        """This rank's rows.
 
         Raises:
             ConfigError: the ranks hold different numbers of rows.
@@ -97,7 +103,7 @@ class Adoption:
                 f"the workers' data sets have {-least} to {most} rows; allowed: the whole data set on every "
                 "worker, which is dealt out here"
             )
-        feed = IndexedFeed(
+        return IndexedFeed(
             self.store,
             rank=self.world.rank,
             plan=self.settings.make_manager(self.world.size).plan,
@@ -105,6 +111,9 @@ class Adoption:
             shuffle=self.settings.shuffle,
             device=self.world.device,
         )
+
+    def make_loop(self, feed: IndexedFeed) -> TrainingLoop:
+        """The training loop; every rank takes rank 0's weights."""
         return TrainingLoop(
             model=self.model,
             step=self.step,
@@ -117,6 +126,26 @@ class Adoption:
             measure_every=self.settings.noise.measure_every,
             lone=self.settings.lone,
         )
+
+    def probe_memory(
+        self, feed: IndexedFeed, loss_fn: LossFn, *, known: int | None, sweep: bool
+    ) -> ProbeResult:
+        """How many rows fit in one forward/backward, tried on all ranks; leaves everything as it is.
+
+        Args:
+            feed: This rank's rows.
+            loss_fn: The loop's.
+            known: Most rows that earlier incarnations found to fit.
+            sweep: Time smaller sizes too, and take one that is surely faster.
+
+        Raises:
+            ConfigError: not even one row does.
+        """
+        settings, world = self.settings, self.world
+        start, most = settings.probed_sizes(num_rows=feed.num_rows, world_size=world.size, known=known)
+        gauge = MemoryGauge(world, settings.memory.headroom)
+        probe = Probe(self.model, self.step, self.precision, world, gauge)
+        return probe.find(loss_fn, feed.largest, start=start, most=most, sweep=sweep)
 
     def doubts(self) -> list[str]:
         """What is worth a note at the start."""

@@ -7,11 +7,13 @@ the same step boundary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ray_dynbs.cluster.coordinator import DecisionRequest, EpochRecord, Link, Reply
 from ray_dynbs.cluster.record import make_evaluation, make_row, make_signal
 from ray_dynbs.core.decision import Decision
+from ray_dynbs.core.plan import BatchPlan, tightest
 from ray_dynbs.training.reports import EpochReport, Interval, Progress
 from ray_dynbs.training.world import World
 
@@ -31,6 +33,9 @@ class Agreement:
     ) -> None:
         self._coordinator, self._world, self._metric, self._apply = coordinator, world, metric, apply
         self._unsent: list[EpochRecord] = []
+        self._learned: int | None = None
+        self.decision: Decision
+        self.state: dict[str, Any]
         self.notes: list[str] = []
 
     def start(self, num_rows: int, state: dict[str, Any] | None, micro_ceiling: int | None = None) -> None:
@@ -48,6 +53,24 @@ class Agreement:
         if reply is None:
             raise RuntimeError("the coordinator did not answer")
         self._agree(reply)
+
+    def learn(self, micro_ceiling: int) -> None:
+        """Cut every later step into micro-batches of at most so many rows; on every rank at the same step.
+
+        The plan changes at once; the next decision tells the coordinator, and is made knowing it.
+
+        Args:
+            micro_ceiling: Most rows in one forward/backward, 1 or more.
+        """
+        self._learned = tightest(self._learned, micro_ceiling)
+        ceiling = tightest(self.state["micro_ceiling"], micro_ceiling)
+        plan = self.decision.plan
+        cut = BatchPlan.fit(
+            plan.global_batch_size, plan.world_size, tightest(plan.micro_batch_size, micro_ceiling)
+        )
+        self.state = {**self.state, "micro_ceiling": ceiling}
+        self.decision = replace(self.decision, plan=cut, micro_ceiling=ceiling)
+        self._apply(self.decision)
 
     def decide(
         self,
@@ -89,13 +112,21 @@ class Agreement:
     def _decide(
         self, interval: Interval, progress: Progress, validation: Mapping[str, float], world_size: int
     ) -> None:
-        signal = make_signal(interval, progress, validation, metric=self._metric, world_size=world_size)
+        signal = make_signal(
+            interval,
+            progress,
+            validation,
+            metric=self._metric,
+            world_size=world_size,
+            micro_ceiling=self._learned,
+        )
         reply = self._ask("decide", DecisionRequest(self.state, signal, tuple(self._unsent)))
         if reply is None:
             where = f"step {progress.step} (epoch {interval.epoch})"
             self.notes.append(f"the coordinator did not answer after {where}: the plan was kept")
         else:
             self._unsent.clear()
+            self._learned = None
             self._agree(reply)
 
     def _agree(self, reply: Reply) -> None:

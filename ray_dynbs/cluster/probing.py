@@ -17,7 +17,7 @@ from ray_dynbs.cluster.trainer import scaling_config
 from ray_dynbs.config import Config
 from ray_dynbs.core.estimators import Estimate, NoiseScale
 from ray_dynbs.core.plan import BatchPlan
-from ray_dynbs.training.probe import ProbeResult
+from ray_dynbs.core.probed import ProbeResult
 from ray_dynbs.training.reports import Progress
 from ray_dynbs.training.step import OptimizerStep
 from ray_dynbs.training.world import World
@@ -82,7 +82,7 @@ def probe_worker(loop_config: dict[str, Any]) -> ProbeReport:
     world = World.current(ray.train.torch.get_device())
     parts = build_parts(config, world, open_stores(config, given.blocks))
     step = parts.make_step()
-    result = parts.probe_memory(step, sweep=True)
+    result = parts.probe_memory(step)
     return ProbeReport(result, _noise_scale(parts, step, result), world.size, str(world.device))
 
 

@@ -11,7 +11,13 @@ from ray_dynbs.training.reports import EpochReport, Interval, Progress
 
 
 def make_signal(
-    interval: Interval, progress: Progress, validation: Mapping[str, float], *, metric: str, world_size: int
+    interval: Interval,
+    progress: Progress,
+    validation: Mapping[str, float],
+    *,
+    metric: str,
+    world_size: int,
+    micro_ceiling: int | None = None,
 ) -> Signal:
     """The measurements since the last decision as the manager wants them.
 
@@ -21,6 +27,7 @@ def make_signal(
         validation: Mean loss and metrics; empty where none were measured since the last decision.
         metric: Name of the metric that counts.
         world_size: Number of ranks.
+        micro_ceiling: Most rows in one forward/backward, where that was found out since the last decision.
     """
     totals = interval.totals
     return Signal.measured(
@@ -41,6 +48,7 @@ def make_signal(
         memory_fraction=interval.memory_fraction,
         step_time_s=interval.step_time_s,
         pieces=totals.pieces,
+        micro_ceiling=micro_ceiling,
     )
 
 

@@ -20,7 +20,7 @@ from ray_dynbs.cluster.data import Blocks
 from ray_dynbs.config.schema import LoopSettings
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.plan import BatchPlan
-from ray_dynbs.training.feed import StepBatch
+from ray_dynbs.training.feed import IndexedFeed, StepBatch
 from ray_dynbs.training.loop import TrainingLoop
 from ray_dynbs.training.reports import EpochReport
 from ray_dynbs.training.step import LossFn, StepResult
@@ -54,6 +54,8 @@ class Run:
         self._world = World.current(ray.train.torch.get_device())
         self._parts: Adoption | None = None
         self._begun: tuple[TrainingLoop, Agreement] | None = None
+        self._feed: IndexedFeed | None = None
+        self._is_probed = False
         self._restored: dict[str, Any] | None = None
         self._pending: tuple[EpochReport, Decision] | None = None
         self._logged: dict[str, float] = {}
@@ -134,6 +136,7 @@ class Run:
                 "step() before batches(); allowed: for batch in run.batches(): run.step(batch, ...)"
             )
         loop, agreement = self._begun
+        self._probe(batch, loss_fn)
         result = loop.step(batch, loss_fn)
         if loop.decision_due:
             agreement.decide_within(loop.report_interval(), loop.progress, self._fresh)
@@ -222,7 +225,8 @@ class Run:
             raise RuntimeError(
                 "batches() before prepare(); allowed: ray_dynbs.prepare(model, optimizer) first"
             )
-        loop, saved = self._parts.make_loop(), self._restored
+        self._feed, saved = self._parts.make_feed(), self._restored
+        loop = self._parts.make_loop(self._feed)
         metric = self._given.settings.metric.name
         agreement = Agreement(
             ActorLink(self._given.coordinator), self._world, metric=metric, apply=loop.apply
@@ -238,6 +242,24 @@ class Run:
         agreement.start(self._parts.store.num_rows, saved["manager"] if saved else None)
         self._begun = loop, agreement
         return self._begun
+
+    def _probe(self, batch: StepBatch, loss_fn: LossFn) -> None:
+        """Before this process's first step: how many rows fit in one forward, now that the loss is known.
+
+        The batch in hand is cut anew where it has to be.
+        """
+        if self._is_probed or self._parts is None or self._feed is None:
+            return
+        self._is_probed = True
+        if self._given.settings.memory.probe == "off":
+            return
+        agreement = self._agreement
+        known, fresh = agreement.state["micro_ceiling"], self._restored is None
+        found = self._parts.probe_memory(self._feed, loss_fn, known=known, sweep=fresh)
+        agreement.notes += found.notes()
+        if found.ceiling is not None:
+            agreement.learn(found.ceiling)
+            batch.cut(agreement.decision.plan)
 
     def _settle(self) -> None:
         """Close a pass that was left early, and make the decision that is due."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,17 +12,20 @@ import torch
 from ray_dynbs.cluster.data import Blocks, fetch
 from ray_dynbs.config import Config
 from ray_dynbs.core.lr import ScheduleProgress
+from ray_dynbs.core.probed import ProbeResult
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.trial import check_on_rows
 from ray_dynbs.training.checkpoint import TrainState, seed_everything
 from ray_dynbs.training.columns import ColumnStore, TensorBatch
 from ray_dynbs.training.evaluate import Sums, evaluate
 from ray_dynbs.training.feed import IndexedFeed, sequential_batches
+from ray_dynbs.training.gauge import MemoryGauge
 from ray_dynbs.training.loop import TrainingLoop
 from ray_dynbs.training.lr import Schedule
 from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
 from ray_dynbs.training.precision import MixedPrecision
-from ray_dynbs.training.probe import MemoryGauge, Probe, ProbeResult
+from ray_dynbs.training.probe import Probe
+from ray_dynbs.training.recompute import checkpoint_activations
 from ray_dynbs.training.reports import Progress
 from ray_dynbs.training.step import OptimizerStep
 from ray_dynbs.training.world import World
@@ -38,6 +42,7 @@ class Parts:
         state: Model, optimizer, schedule and precision.
         feed: This rank's training rows.
         validation: The validation rows, or ``None``.
+        share: Fraction of a device that is this rank's own.
     """
 
     config: Config
@@ -46,6 +51,7 @@ class Parts:
     state: TrainState
     feed: IndexedFeed
     validation: ColumnStore | None
+    share: float = 1.0
 
     def make_step(self) -> OptimizerStep:
         """The optimizer step.
@@ -81,29 +87,35 @@ class Parts:
             progress=progress,
         )
 
-    def probe_memory(self, step: OptimizerStep, *, sweep: bool = False) -> ProbeResult:
+    def probe_memory(
+        self, step: OptimizerStep, *, known: int | None = None, sweep: bool = True
+    ) -> ProbeResult:
         """How many rows fit in one forward/backward, tried on all ranks; leaves everything as it is.
 
         Args:
             step: The optimizer step.
-            sweep: Time smaller sizes too.
+            known: Most rows that earlier incarnations found to fit.
+            sweep: Time smaller sizes too, and take one that is surely faster.
 
         Raises:
             ConfigError: not even one row does.
         """
-        config, batch, size = self.config, self.config.batch, self.world.size
-        fewest = min(size, config.cluster.worker_range[0])  # an elastic run may go on with so few
-        limits = [-(-batch.max // fewest), self.feed.num_rows, config.memory.max_micro_batch_size]
-        probe = Probe(
-            self.state.model,
-            step,
-            self.state.precision,
-            self.world,
-            MemoryGauge(self.world, config.memory.headroom),
+        config, world = self.config, self.world
+        fewest = min(world.size, config.cluster.worker_range[0])  # an elastic run may go on with so few
+        start, most = config.probed_sizes(
+            num_rows=self.feed.num_rows, world_size=world.size, fewest=fewest, known=known
         )
-        most = min(limit for limit in limits if limit is not None)
-        start = min(-(-batch.initial // size), most)
+        gauge = MemoryGauge(world, config.memory.headroom, self.share)
+        probe = Probe(self.state.model, step, self.state.precision, world, gauge)
         return probe.find(self.loss, self.feed.largest, start=start, most=most, sweep=sweep)
+
+    @property
+    def memory_key(self) -> str:
+        """Names all of the configuration that a probe's answer depends on."""
+        parts = {"task", "task_args", "precision", "clip_grad_norm", "optimizer", "data", "memory"}
+        chosen = self.config.model_dump(include=parts)
+        chosen["optimizer"].pop("lr")
+        return json.dumps([chosen, self.config.batch.max], sort_keys=True)
 
     def loss(self, batch: TensorBatch) -> tuple[Any, ...]:
         """The task's loss of a micro-batch."""
@@ -166,8 +178,14 @@ def open_stores(config: Config, blocks: Mapping[str, Blocks]) -> Stores:
     }
 
 
-def build_parts(config: Config, world: World, stores: Stores) -> Parts:
+def build_parts(config: Config, world: World, stores: Stores, share: float = 1.0) -> Parts:
     """Build everything a worker trains with.
+
+    Args:
+        config: The run's configuration.
+        world: The ranks.
+        stores: Split -> its rows.
+        share: Fraction of a device that is this rank's own.
 
     Raises:
         ConfigError: the data, the model or the optimizer does not fit the configuration.
@@ -177,6 +195,8 @@ def build_parts(config: Config, world: World, stores: Stores) -> Parts:
     progress = config.schedule_progress(stores["train"].num_rows)
     seed_everything(config.seed, 0, 0)
     model = _place(task.build_model(config), world.device, precision.weight_dtype)
+    if config.memory.activation_checkpointing != "off":
+        checkpoint_activations(model, config.memory.activation_checkpointing)
     optimizer = _optimizer(config, task, model)
     config.check_optimizers([optimizer])
     schedule = _schedule(config, task, optimizer, progress)
@@ -189,7 +209,7 @@ def build_parts(config: Config, world: World, stores: Stores) -> Parts:
         device=world.device,
     )
     state = TrainState(model, optimizer, schedule, precision)
-    return Parts(config, world, task, state, feed, stores.get("validation"))
+    return Parts(config, world, task, state, feed, stores.get("validation"), share)
 
 
 def _optimizer(config: Config, task: Any, model: torch.nn.Module) -> torch.optim.Optimizer:

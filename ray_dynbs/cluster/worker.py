@@ -21,6 +21,7 @@ from ray_dynbs.cluster.data import Blocks
 from ray_dynbs.cluster.setup import Parts, build_parts, open_stores
 from ray_dynbs.config import Config
 from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.probed import ProbeResult
 from ray_dynbs.storage.run_directory import MODEL, RunDirectory
 from ray_dynbs.training.loop import TrainingLoop
 from ray_dynbs.training.reports import EpochReport, Progress
@@ -81,6 +82,8 @@ class Worker:
         coordinator: The way to it.
         restored: Folder of the checkpoint to go on from, or ``None``.
         keep: Takes each checkpoint; ``None`` where somebody else asks for them.
+        probes: What was found to fit, by :attr:`~ray_dynbs.cluster.setup.Parts.memory_key`; of all trials in
+            this process, each of which would find the same.
     """
 
     def __init__(
@@ -91,8 +94,9 @@ class Worker:
         restored: str | Path | None,
         *,
         keep: Keep | None = None,
+        probes: dict[str, ProbeResult] | None = None,
     ) -> None:
-        self._parts, self._run, self._keep = parts, run, keep
+        self._parts, self._run, self._keep, self._probes = parts, run, keep, probes
         self._config, self._world = parts.config, parts.world
         self._best: float | None = None
         self._validation: dict[str, float] = {}
@@ -109,22 +113,23 @@ class Worker:
         self._agreement.start(self._parts.feed.num_rows, state, self._probed(state))
 
     def _probed(self, state: dict[str, Any] | None) -> int | None:
-        """Most rows that fit in one forward/backward, if memory sets a limit at all.
+        """Most rows in one forward/backward, if anything sets a limit.
 
-        Looked for before a run's first step; later on the manager's state holds it. Trials of a search do
-        without: each would pay for what one of them knows.
+        Looked for before the first step of every incarnation: there may be other workers, or less memory.
+        Speed is asked about once, so that a restart trains in the micro-batches that there were.
         """
-        if state is not None or self._keep is None or self._config.memory.probe == "off":
+        if self._config.memory.probe == "off":
             return None
-        found = self._parts.probe_memory(self._step)
-        self._agreement.notes += [f"memory: {doubt}" for doubt in found.doubts]
-        if not found.is_limited:
-            return None
-        self._agreement.notes.append(
-            f"memory: {found.largest} rows fit in one forward, of {found.most} allowed "
-            f"({len(found.tried)} sizes tried)"
-        )
-        return found.largest
+        if self._probes is None:
+            known = None if state is None else state["micro_ceiling"]
+            found = self._parts.probe_memory(self._step, known=known, sweep=state is None)
+        else:
+            key = self._parts.memory_key
+            if key not in self._probes:
+                self._probes[key] = self._parts.probe_memory(self._step)
+            found = self._probes[key]
+        self._agreement.notes += found.notes()
+        return found.ceiling
 
     @property
     def progress(self) -> Progress:

@@ -34,6 +34,7 @@ from ray_dynbs.core.guards import GUARDS
 from ray_dynbs.core.guards.reset import ResetToBase
 from ray_dynbs.core.lr import ADAM_FAMILY, LR_RULES, GainProgress, Scaling, ScheduleProgress
 from ray_dynbs.core.manager import DynamicBatchSizeManager
+from ray_dynbs.core.plan import tightest
 from ray_dynbs.core.policies import POLICIES
 
 DEFAULT_POLICY = "threshold"
@@ -146,6 +147,21 @@ class Batching(Section):
         if self.policy["name"] in NEED_NOISE:
             return f"policy.name is {self.policy['name']!r}"
         return f"lr.rule is {self.lr.rule!r}" if self.lr.rule in RULES_OF_NOISE else ""
+
+    def probed_sizes(
+        self, *, num_rows: int, world_size: int, fewest: int | None = None, known: int | None = None
+    ) -> tuple[int, int]:
+        """The first and the largest micro-batch that a probe of memory has to try, rows.
+
+        Args:
+            num_rows: Rows in a pass.
+            world_size: Data-parallel ranks.
+            fewest: Ranks that the run may have to do with later; ``world_size`` if left out.
+            known: Most rows that were found to fit before.
+        """
+        share = -(-self.batch.max // (fewest or world_size))
+        most = tightest(share, num_rows, self.memory.max_micro_batch_size, known) or 1
+        return min(-(-self.batch.initial // world_size), most), most
 
     @property
     def reference_batch_size(self) -> int:

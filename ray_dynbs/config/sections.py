@@ -232,8 +232,13 @@ class MemorySection(Section):
         description="find the most rows that fit in one forward by real steps, before a run's first one",
     )
     headroom: float = Field(0.1, ge=0, lt=1, description="fraction of the memory that a probe leaves free")
+    activation_checkpointing: Literal["off", "auto"] | Annotated[list[str], Field(min_length=1)] = Field(
+        "off",
+        description="layers that compute their activations again instead of keeping them: auto (those that "
+        "repeat), or names of their classes",
+    )
 
-    @field_validator("probe", mode="before")
+    @field_validator("probe", "activation_checkpointing", mode="before")
     @classmethod
     def _word(cls, value: Any) -> Any:
         """What YAML makes of the word ``off``."""

@@ -18,7 +18,7 @@ from ray_dynbs.core.estimators.knowledge import Knowledge
 from ray_dynbs.core.guards import Clamp
 from ray_dynbs.core.guards.hold import hold
 from ray_dynbs.core.lr import LRRule, Noise, NoScaling
-from ray_dynbs.core.plan import BatchPlan
+from ray_dynbs.core.plan import BatchPlan, tightest
 from ray_dynbs.core.policies import Threshold
 from ray_dynbs.core.policy import Policy, Proposal, View, chain
 from ray_dynbs.core.signal import Signal
@@ -178,7 +178,7 @@ class DynamicBatchSizeManager:
         """
         self._incarnation = incarnation
         self._num_rows = num_rows or self._num_rows
-        self._learned = _smallest(self._learned, micro_ceiling)
+        self._learned = tightest(self._learned, micro_ceiling)
         wanted = self._plan.global_batch_size
         smallest, largest = self._bounds
         size = min(max(smallest, wanted), largest)
@@ -194,17 +194,18 @@ class DynamicBatchSizeManager:
 
     def limit_micro_batch(self, rows: int | None) -> None:
         """Take it that no more rows than these fit in one forward/backward; ``None`` says nothing."""
-        self._learned = _smallest(self._learned, rows)
+        self._learned = tightest(self._learned, rows)
         plan = self._plan
         self._plan = BatchPlan.fit(plan.global_batch_size, plan.world_size, self._micro_ceiling)
 
     @property
     def _micro_ceiling(self) -> int | None:
         """The configured limit, and what was learned."""
-        return _smallest(self._max_micro_batch_size, self._learned)
+        return tightest(self._max_micro_batch_size, self._learned)
 
     def decide(self, signal: Signal) -> Decision:
         """Make one decision; what was measured under another plan, or on next to no rows, holds."""
+        self.limit_micro_batch(signal.micro_ceiling)
         proposal = Proposal(self._plan.global_batch_size, self._micro_ceiling)
         if signal.plan_version != self._version:
             reason = f"stale signal (measured under version {signal.plan_version}, now {self._version}): hold"
@@ -350,11 +351,6 @@ class DynamicBatchSizeManager:
             reasons=reasons,
             signal=signal,
         )
-
-
-def _smallest(*limits: int | None) -> int | None:
-    """The smallest of several limits, ``None`` meaning no limit."""
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _check_sizes(initial: int, smallest: int, largest: int, reference: int | None, micro: int | None) -> None:

@@ -28,6 +28,15 @@ def rank_share(rows: int, rank: int, world_size: int) -> range:
     return range(start, start + base + (rank < extra))
 
 
+def tightest(*limits: int | None) -> int | None:
+    """The smallest of several limits, ``None`` meaning no limit.
+
+    >>> tightest(None, 3, 2), tightest(None)
+    (2, None)
+    """
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def num_steps(rows: int, global_batch_size: int) -> int:
     """Optimizer steps in one pass over ``rows`` rows: the last one takes what is left."""
     return -(-rows // global_batch_size)

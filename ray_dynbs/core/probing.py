@@ -57,8 +57,8 @@ class MicroBatchSearch:
 
     @property
     def is_limited(self) -> bool:
-        """Whether memory sets a limit: something larger than :attr:`best` was run and did not fit."""
-        return bool(self._failing)
+        """Whether memory sets a limit: it was run into, or is known to lie below :attr:`most`."""
+        return self.best is None or self.best < self.most
 
     @property
     def best(self) -> int | None:

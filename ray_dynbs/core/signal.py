@@ -36,6 +36,8 @@ class Signal:
         memory_fraction: Memory in use over memory there is, on the worst rank, in [0, 1].
         step_time_s: Mean seconds per optimizer step, on the slowest rank.
         pieces: Sums of gradient noise measured from the pieces of steps, or ``None``.
+        micro_ceiling: Most rows found since the last decision to be right for one forward/backward; ``None``
+            where nothing was found out.
         missing: Names of measured quantities without a finite number, and the reason.
     """
 
@@ -56,6 +58,7 @@ class Signal:
     memory_fraction: float | None = None
     step_time_s: float | None = None
     pieces: PieceSums | None = None
+    micro_ceiling: int | None = None
     missing: tuple[tuple[str, str], ...] = ()
 
     @classmethod

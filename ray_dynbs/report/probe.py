@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
 
+from ray_dynbs.core.probed import ProbeResult
 from ray_dynbs.core.recommend import Measured
 
 
-@dataclass(frozen=True)
-class Point:
-    """One size.
-
-    Attributes:
-        rows: The micro-batch.
-        fraction: Peak memory over what may be used; ``None`` where it ran out.
-        samples_per_s: Rows per second of one worker; ``None`` where it ran out.
-        said: What is special about it.
-    """
-
-    rows: int
-    fraction: float | None
-    samples_per_s: float | None
-    said: str
+def gib(number: float) -> str:
+    """Bytes in words."""
+    return f"{number / 2**30:.3g} GiB"
 
 
-def draw_probe(points: Sequence[Point], measured: Measured, name: str) -> bytes:
-    """Memory and speed as a PNG, with the largest size that fits and the knee.
+def draw_probe(result: ProbeResult, measured: Measured, name: str) -> bytes:
+    """Memory and speed over the micro-batch as a PNG, with the largest size that fits and the knee.
 
     Args:
-        points: Sizes tried, the smallest first.
+        result: Sizes tried.
         measured: What they come to.
         name: Of the run.
     """
@@ -38,14 +25,16 @@ def draw_probe(points: Sequence[Point], measured: Measured, name: str) -> bytes:
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     memory, speed = figure.subplots(1, 2)
-    known = [(p.rows, p.fraction, p.samples_per_s) for p in points if p.fraction is not None]
-    memory.plot([rows for rows, _, _ in known], [fraction for _, fraction, _ in known], marker="o")
-    memory.axhline(1.0, linestyle="--", color="#D55E00", label="what may be used")
-    for rows in (p.rows for p in points if p.fraction is None):
-        memory.axvline(rows, linestyle=":", color="#9aa0a6")
-    memory.set(xlabel="micro-batch (rows)", title=f"{name}: peak memory, fraction", ylim=(0, None))
+    tried = sorted(result.tried, key=lambda each: each.micro_batch_size)
+    known = [each for each in tried if each.peak_bytes is not None]
+    sizes = [each.micro_batch_size for each in known]
+    memory.plot(sizes, [(each.peak_bytes or 0) / 2**30 for each in known], marker="o")
+    memory.axhline(result.usable_bytes / 2**30, linestyle="--", color="#D55E00", label="what may be used")
+    for rows in (each.micro_batch_size for each in tried if each.peak_bytes is None):
+        memory.axvline(rows, linestyle=":", color="#9aa0a6", label=f"out of memory at {rows}")
+    memory.set(xlabel="micro-batch (rows)", title=f"{name}: peak memory, GiB", ylim=(0, None))
     memory.legend()
-    speed.plot([rows for rows, _, _ in known], [each for _, _, each in known], marker="o")
+    speed.plot(sizes, [each.samples_per_s or 0.0 for each in known], marker="o")
     for rows, words, height in ((measured.knee, "knee", 0.12), (measured.largest, "largest", 0.04)):
         speed.axvline(rows, linestyle="--", color="#0072B2")
         place = (rows, height)

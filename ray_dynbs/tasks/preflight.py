@@ -16,6 +16,7 @@ from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.sources import NeedsClusterError, Source, count_rows, resolve_sources
 from ray_dynbs.tasks.trial import try_task
 from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
+from ray_dynbs.training.recompute import checkpoint_activations
 from ray_dynbs.training.step import refuse_collective_layers
 
 TRIED_STEPS = 5_000
@@ -94,6 +95,8 @@ def _check_model(config: Config, task: Any) -> torch.nn.Module:
         kind = type(model).__name__
         raise ConfigError(f"task {config.task!r}: build_model() returned {kind}; allowed: a torch module")
     refuse_collective_layers(model)
+    if config.memory.activation_checkpointing != "off":
+        checkpoint_activations(model, config.memory.activation_checkpointing)
     return model
 
 

@@ -75,6 +75,17 @@ class StepBatch:
             self.drawn += len(rows)
             yield batch
 
+    def cut(self, plan: BatchPlan) -> None:
+        """Cut the same rows by another plan of the same global batch, as long as none has been trained on.
+
+        Args:
+            plan: Of the same ranks.
+        """
+        rows = np.concatenate(self._mine) if self._mine else np.empty(0, dtype=np.int64)
+        step = plan.micro_batch_size
+        self.plan = plan
+        self._mine = [rows[start : start + step] for start in range(0, len(rows), step)]
+
     def probe(self, most: int) -> Iterator[Any]:
         """Up to ``most`` of its rows as one batch, as one again, and in two halves; needs two rows."""
         rows = np.concatenate(self._mine)[:most]

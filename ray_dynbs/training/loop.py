@@ -18,7 +18,7 @@ from ray_dynbs.training.checkpoint import seed_everything
 from ray_dynbs.training.feed import IndexedFeed, StepBatch
 from ray_dynbs.training.lr import Schedule, base_lr
 from ray_dynbs.training.measuring import Every, Measuring
-from ray_dynbs.training.memory import memory_fraction
+from ray_dynbs.training.memory import MemoryWatch
 from ray_dynbs.training.noise import Measure
 from ray_dynbs.training.reports import EpochReport, Interval, Progress
 from ray_dynbs.training.stats import NOTHING, StepStats, Totals
@@ -72,6 +72,7 @@ class TrainingLoop:
         self._seed, self._scaling = seed, scaling or Scaling()
         self._cadence = cadence or Cadence()
         self._stats, self._decided_upon = StepStats(world.device), NOTHING
+        self._memory = MemoryWatch(world.device)
         self._interval_s = 0.0
         self._measuring = Measuring(measure_every, world)
         self._lone = lone
@@ -374,7 +375,7 @@ class TrainingLoop:
         """Rows over all ranks, slowest time, fullest memory."""
         device = self._world.device
         total = self._world.sum_(torch.tensor([rows], device=device))
-        worst = torch.tensor([seconds, memory_fraction(device)], dtype=torch.float64, device=device)
+        worst = torch.tensor([seconds, self._memory.fraction()], dtype=torch.float64, device=device)
         slowest, fullest = self._world.max_(worst).tolist()
         return int(total.item()), slowest, fullest
 

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from ray_dynbs.training.cgroups import Limit, tightest_limit
-from ray_dynbs.training.oom import free_memory
+from ray_dynbs.training.oom import empty_cache
 
 MONITOR, MONITOR_DEFAULT = "RAY_memory_usage_threshold", 0.95
 """Ray kills workers above this fraction of the host's or container's memory."""
@@ -29,9 +29,12 @@ class MemoryReading:
     Attributes:
         used_bytes: Held by anybody, what can be dropped at once left out.
         total_bytes: All there is: of the device, the container, or the host.
-        own_bytes: Held by this process.
+        own_bytes: Held by this process; on the CPU its anonymous memory, without what it merely maps (files,
+            Ray's object store).
         source: What was asked, in words.
         doubts: What could not be read.
+        retries: Times that the allocator had to give back what it kept for later, to go on: the sign just
+            before running out. 0 where there is no such count.
     """
 
     used_bytes: int
@@ -39,6 +42,7 @@ class MemoryReading:
     own_bytes: int
     source: str
     doubts: tuple[str, ...] = ()
+    retries: int = 0
 
     @property
     def fraction(self) -> float:
@@ -54,11 +58,12 @@ def read_memory(device: torch.device) -> MemoryReading:
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        own = torch.cuda.memory_reserved(device)
-        return MemoryReading(total - free, total, own, torch.cuda.get_device_name(device))
+        own, name = torch.cuda.memory_reserved(device), torch.cuda.get_device_name(device)
+        return MemoryReading(total - free, total, own, name, retries=allocator_retries(device))
     if device.type == "xpu":
         free, total = torch.xpu.mem_get_info(device)
-        return MemoryReading(total - free, total, torch.xpu.memory_reserved(device), "XPU")
+        own = torch.xpu.memory_reserved(device)
+        return MemoryReading(total - free, total, own, "XPU", retries=allocator_retries(device))
     if device.type == "mps":
         total, own = torch.mps.recommended_max_memory(), torch.mps.driver_allocated_memory()
         return MemoryReading(own, total, own, "MPS, recommended maximum")
@@ -68,19 +73,39 @@ def read_memory(device: torch.device) -> MemoryReading:
 def read_host_memory(limit: Limit | None = None) -> MemoryReading:
     """Memory of the container, where its limit is below the host's memory; else of the host.
 
+    Ray's object store lies in shared memory, which both count as used.
+
     Args:
         limit: The container's; looked for if left out.
     """
-    host, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
+    host, own = psutil.virtual_memory(), anonymous_bytes()
     limit = tightest_limit() if limit is None else limit
     if limit.max_bytes is not None and limit.max_bytes < host.total:
         return MemoryReading(limit.used_bytes, limit.max_bytes, own, limit.source, doubts=limit.doubts)
     return MemoryReading(host.total - host.available, host.total, own, "host", doubts=limit.doubts)
 
 
-def memory_fraction(device: torch.device) -> float:
-    """Memory in use over memory there is, in [0, 1]."""
-    return read_memory(device).fraction
+class MemoryWatch:
+    """How full a memory is, asked again and again.
+
+    Args:
+        device: Whose.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._retries = device, read_memory(device).retries
+
+    def fraction(self) -> float:
+        """In [0, 1]; 1 where the allocator had to retry since it was last asked, however it looks now."""
+        reading = read_memory(self._device)
+        retried, self._retries = reading.retries > self._retries, reading.retries
+        return 1.0 if retried else reading.fraction
+
+
+def allocator_retries(device: torch.device) -> int:
+    """Times that the device's allocator freed its cache, so as not to run out of memory."""
+    module = torch.cuda if device.type == "cuda" else torch.xpu if device.type == "xpu" else None
+    return 0 if module is None else int(module.memory_stats(device).get("num_alloc_retries", 0))
 
 
 def usable_fraction(device: torch.device, headroom: float) -> float:
@@ -121,10 +146,11 @@ class PeakMeter:
         if self._device.type in ("cuda", "xpu"):
             torch.accelerator.synchronize(self._device)
             module = torch.cuda if self._device.type == "cuda" else torch.xpu
-            module.empty_cache()
+            empty_cache(self._device)
             module.reset_peak_memory_stats(self._device)
+            module.reset_accumulated_memory_stats(self._device)  # retries among them
         elif self._device.type == "cpu":
-            free_memory(self._device)  # what an allocator keeps of the last size is no part of the next one
+            empty_cache(self._device)  # what an allocator keeps of the last size is no part of the next one
             with contextlib.suppress(OSError):
                 REFRESHED.write_text("5")  # Linux: the high-water mark begins anew
 
@@ -138,14 +164,26 @@ class PeakMeter:
             return int(torch.xpu.max_memory_reserved(self._device))
         if self._device.type == "mps":
             return int(torch.mps.driver_allocated_memory())
-        return max(_high_water_mark(), int(psutil.Process().memory_info().rss))
+        status = _status()
+        mapped = status.get("RssFile", 0) + status.get("RssShmem", 0)
+        return max(status.get("VmHWM", 0) - mapped, anonymous_bytes())
+
+    @property
+    def retries(self) -> int:
+        """Times since :meth:`reset` that the allocator freed its cache, so as not to run out of memory."""
+        return allocator_retries(self._device)
 
 
-def _high_water_mark() -> int:
-    """Of this process's resident memory, where Linux tells; 0 elsewhere."""
+def anonymous_bytes() -> int:
+    """Memory that this process holds for itself; where the system does not tell, all that is resident."""
+    return _status().get("RssAnon") or int(psutil.Process().memory_info().rss)
+
+
+def _status() -> dict[str, int]:
+    """Sizes in bytes that Linux tells of this process, by name; empty elsewhere."""
     try:
-        status = Path("/proc/self/status").read_text()
+        lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
-        return 0
-    lines = [line.split() for line in status.splitlines() if line.startswith("VmHWM:")]
-    return int(lines[0][1]) * 1024 if lines else 0
+        return {}
+    words = [line.split() for line in lines if line.endswith(" kB")]
+    return {name.rstrip(":"): int(size) * 1024 for name, size, _ in words}

@@ -43,6 +43,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def free_memory(device: torch.device) -> None:
     """Give back what nothing refers to; outside of the ``except`` block, whose traceback holds tensors."""
     gc.collect()
+    empty_cache(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give back what the allocator keeps for later; takes no time, where collecting garbage takes 0.1 s."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif device.type == "xpu":

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ray_dynbs.training.allocator import prefer_expandable_segments
+
 
 @dataclass(frozen=True)
 class World:
@@ -25,7 +27,11 @@ class World:
 
     @classmethod
     def current(cls, device: torch.device | str = "cpu") -> World:
-        """The world torch.distributed was initialised with, or a world of one."""
+        """The world torch.distributed was initialised with, or a world of one.
+
+        Nothing is on the device yet, so its allocator is set up here.
+        """
+        prefer_expandable_segments(torch.device(device))
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size(), torch.device(device))
         return cls(0, 1, torch.device(device))

@@ -19,6 +19,8 @@ from ray_dynbs.cluster.coordinator import Coordinator, DecisionRequest
 from ray_dynbs.cluster.run import LoopInput, Run, in_run
 from ray_dynbs.config.schema import LoopSettings
 from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.journal import replay
+from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.core.signal import Signal
 from ray_dynbs.storage.run_directory import RunDirectory
 from ray_dynbs.training.noise import Pieces
@@ -44,6 +46,11 @@ class Direct:
 
 @pytest.fixture
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched(monkeypatch)
+
+
+def patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's calls as plain ones."""
     counter = itertools.count()
     monkeypatch.setattr(ray, "get", lambda value, timeout=None: value)
     context = type("Context", (), {"get_worker_id": lambda self: f"group-{next(counter)}"})
@@ -417,10 +424,91 @@ def shards_of(rows: list[int]) -> str:
         store=DatasetStore(TensorDataset(X[:mine], Y[:mine])),
     )
     with pytest.raises(ConfigError) as caught:
-        parts.make_loop()
+        parts.make_feed()
     return str(caught.value)
 
 
 def test_a_part_of_the_data_on_each_rank_is_refused() -> None:
     for message in run_ranks(shards_of, 2, [41, 40]):
         assert message.startswith("the workers' data sets have 40 to 41 rows; allowed: the whole data set")
+
+
+def narrow(model: nn.Module, most: int, sizes: list[int]) -> Any:
+    """A loss that runs out of memory above so many rows."""
+
+    def limited(batch: Any) -> Any:
+        sizes.append(len(batch[1]))
+        if len(batch[1]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return with_targets(model)(batch)
+
+    return limited
+
+
+def test_what_fits_is_found_with_the_first_step_and_kept(tmp_path: Path) -> None:
+    """The loss is known only then: the batch in hand is cut anew, and no row is lost or used twice."""
+    options: dict[str, Any] = {"batch": {"initial": 32, "min": 1, "max": 64}}
+    run, model, *_, coordinator = prepared(tmp_path / "limited", **options)
+    sizes: list[int] = []
+    batches, seen = run.batches(), []
+    for batch in batches:
+        assert run.plan.micro_batch_size == (32 if not sizes else 5)
+        result = run.step(batch, narrow(model, 5, sizes))
+        assert max(len(targets) for targets in result.outputs) == 5
+        seen += rows_of(result)
+    assert sorted(seen) == list(range(ROWS))
+    assert run.plan == BatchPlan(32, 5, 1)
+    saved = json.loads(json.dumps(run.state_dict()))
+    assert saved["manager"]["micro_ceiling"] == 5
+
+    plain, twin, *_ = prepared(tmp_path / "plain", memory={"probe": "off"}, **options)
+    train_pass(plain, twin)
+    np.testing.assert_allclose(flat_weights(model), flat_weights(twin), rtol=1e-10)
+
+    again, model, *_ = prepared(tmp_path / "limited", **options)
+    again._given = LoopInput(again._given.settings, None, Direct(coordinator))
+    again.load_state_dict(saved)
+    sizes.clear()
+    for batch in again.batches():
+        again.step(batch, narrow(model, 3, sizes))  # another device, where fewer fit
+    again.finish()
+    assert max(sizes) == 5  # what did not fit before is not tried again
+    assert again.plan.micro_batch_size == 3
+    (decided,) = [d for d in coordinator._decisions.values() if d.version == 2]
+    assert (decided.signal and decided.signal.micro_ceiling, decided.micro_ceiling) == (3, 3)
+    journal = list(coordinator._decisions.values())
+    assert [d.plan.micro_batch_size for d in journal] == [32, 5, 5, 3]
+    settings = again._given.settings
+    assert replay(journal, settings.make_manager) == []
+    rows = [record.row for record, _ in coordinator.progress(0)]
+    assert [(row["micro_batch_size"], row["grad_accum_steps"]) for row in rows] == [(5, 7), (3, 11)]
+    notes = [note for record, _ in coordinator.progress(0) for note in record.notes]
+    assert any("memory: 3 rows fit in one forward, of 5 allowed" in note for note in notes)
+
+
+def limited_on_one_rank() -> tuple[Any, ...]:
+    """Two ranks; one of them holds fewer rows."""
+    import tempfile
+
+    from ray_dynbs.training.world import World
+
+    folder = tempfile.mkdtemp()
+    run, model, *_ = prepared(Path(folder), batch={"initial": 32, "min": 1, "max": 64})
+    most = 5 if World.current().rank else 9
+    sizes: list[int] = []
+    for batch in run.batches():
+        run.step(batch, narrow(model, most, sizes))
+    return run.plan, flat_weights(model).tolist()
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_the_rank_with_the_least_memory_counts() -> None:
+    first, second = run_ranks(limited_on_one_rank_without_ray, 2)
+    assert first == second
+    assert first[0] == BatchPlan(32, 5, 2)
+
+
+def limited_on_one_rank_without_ray() -> tuple[Any, ...]:
+    with pytest.MonkeyPatch.context() as patch:
+        patched(patch)
+        return limited_on_one_rank()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from ray_dynbs.training import cgroups
+from ray_dynbs.training import cgroups, memory
 from ray_dynbs.training.cgroups import Limit, tightest_limit
 from ray_dynbs.training.memory import (
+    MemoryReading,
+    MemoryWatch,
     PeakMeter,
-    memory_fraction,
     read_host_memory,
     read_memory,
     usable_fraction,
@@ -145,8 +147,33 @@ def test_this_machine() -> None:
     reading = read_memory(CPU)
     assert 0 < reading.own_bytes <= reading.used_bytes + GB
     assert 0 < reading.fraction < 1
-    assert reading.fraction == pytest.approx(memory_fraction(CPU), abs=0.05)
+    assert reading.fraction == pytest.approx(MemoryWatch(CPU).fraction(), abs=0.05)
     assert cgroups.ROOT.exists() or reading.source == "host"
+
+
+def test_an_allocator_that_had_to_retry_was_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is free afterwards; and a count that began anew is no retry."""
+    readings = [MemoryReading(1, 10, 1, "device", retries=retries) for retries in (2, 2, 3, 3, 0, 1)]
+    monkeypatch.setattr(memory, "read_memory", lambda device: readings.pop(0))
+    watch = MemoryWatch(torch.device("cuda"))
+    assert [watch.fraction() for _ in range(5)] == [0.1, 1.0, 0.1, 0.1, 1.0]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm")
+def test_shared_memory_is_in_use_but_nobodys_own() -> None:
+    """Ray's object store lies there; a process that maps it does not hold it."""
+    meter, size = PeakMeter(CPU), 300 * 2**20
+    before, peak = read_memory(CPU), meter.peak_bytes()
+    segment = shared_memory.SharedMemory(create=True, size=size)
+    try:
+        segment.buf[::4096] = bytes(size // 4096)  # touches every page
+        after = read_memory(CPU)
+        assert after.used_bytes - before.used_bytes > 0.5 * size
+        assert after.own_bytes - before.own_bytes < 0.2 * size
+        assert meter.peak_bytes() - peak < 0.2 * size
+    finally:
+        segment.close()
+        segment.unlink()
 
 
 def test_rays_own_memory_monitor_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,16 @@ from torch.utils.data import Dataset
 
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.plan import BatchPlan
+from ray_dynbs.core.probed import ProbeResult
+from ray_dynbs.training import probe
 from ray_dynbs.training.columns import ColumnStore
 from ray_dynbs.training.datasets import DatasetStore
 from ray_dynbs.training.feed import IndexedFeed
+from ray_dynbs.training.gauge import MemoryGauge, Peak
 from ray_dynbs.training.memory import PeakMeter
 from ray_dynbs.training.oom import is_out_of_memory
 from ray_dynbs.training.precision import MixedPrecision
-from ray_dynbs.training.probe import MemoryGauge, Probe, ProbeResult
+from ray_dynbs.training.probe import Probe
 from ray_dynbs.training.step import OptimizerStep
 from ray_dynbs.training.world import World
 from tests.support import flat_weights, run_ranks, small_model, squared_error, table, training_loop
@@ -61,8 +64,8 @@ class SimulatedMemory:
     def reset(self) -> None:
         self._highest = 0.0
 
-    def fraction(self) -> float:
-        return self._highest / ((1 - HEADROOM) * CAPACITY)
+    def peak(self) -> Peak:
+        return Peak(self._highest, (1 - HEADROOM) * CAPACITY)
 
 
 def line(maximum: int, base: float = 4e9) -> Callable[[int], float]:
@@ -86,8 +89,8 @@ def find(
     memory = SimulatedMemory(model, peak)
     store = ColumnStore([table(50)])
     feed = IndexedFeed(store, rank=0, plan=BatchPlan.fit(4, 1), seed=0, shuffle="full", device=CPU)
-    probe = Probe(model, step, precision, world, memory)
-    return probe.find(memory.loss, feed.largest, start=start, most=most), memory
+    whole = Probe(model, step, precision, world, memory)
+    return whole.find(memory.loss, feed.largest, start=start, most=most), memory
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -113,9 +116,108 @@ def test_it_never_goes_beyond_the_most_allowed_and_tries_that_itself() -> None:
     assert max(memory.sizes) == 100
 
 
+class Clock:
+    """Time that passes only as a loss says: so many seconds a row."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(probe.time, "perf_counter", lambda: self.now)
+
+
+def timed(
+    clock: Clock,
+    seconds_per_row: Callable[[int], float],
+    *,
+    maximum: int = 300,
+    most: int = 256,
+    **options: Any,
+) -> tuple[ProbeResult, list[int]]:
+    """A probe with a simulated memory and a simulated speed."""
+    model = small_model()
+    precision = MixedPrecision("fp64", CPU)
+    step = OptimizerStep(model, adam(model), World(0, 1, CPU), precision)
+    memory = SimulatedMemory(model, line(maximum))
+    feed = IndexedFeed(
+        ColumnStore([table(50)]), rank=0, plan=BatchPlan.fit(4, 1), seed=0, shuffle="full", device=CPU
+    )
+
+    def loss(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        rows = len(batch["y"])
+        clock.now += rows * seconds_per_row(rows)
+        return memory.loss(batch)
+
+    whole = Probe(model, step, precision, World(0, 1, CPU), memory)
+    return whole.find(loss, feed.largest, start=16, most=256, **options), memory.sizes
+
+
+def test_the_largest_size_is_taken_unless_a_smaller_one_is_surely_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    usual, _ = timed(clock, lambda rows: 1e-4 + 1e-2 / rows, sweep=True)  # faster, the more at once
+    assert (usual.largest, usual.fastest, usual.ceiling, usual.limit) == (256, 256, None, None)
+    assert usual.notes() == []
+    assert usual.knee == 256
+
+    even, _ = timed(clock, lambda rows: 1e-4, sweep=True)
+    assert (even.fastest, even.knee) == (256, 1)
+
+    slow, _ = timed(clock, lambda rows: 1e-4 * (1 if rows <= 64 else 1.5), sweep=True)
+    assert (slow.largest, slow.fastest, slow.ceiling) == (256, 64, 64)
+    assert slow.limit is None
+    (note,) = slow.notes()
+    assert note == ("speed: micro-batches of 64 rows, 10,000 rows/s and worker, are faster than 256, 6,667")
+    hardly, _ = timed(clock, lambda rows: 1e-4 * (1 if rows <= 64 else 1.08), sweep=True)
+    assert hardly.fastest == 256
+
+    limited, _ = timed(clock, lambda rows: 1e-4, maximum=41, sweep=True)
+    assert (limited.limit, limited.ceiling) == ("memory", limited.largest)
+    assert 40 <= limited.largest <= 41
+
+
+def test_a_size_that_was_faster_by_chance_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is timed again, in turn with the largest; one slower round is enough to leave it."""
+    clock, calls = Clock(monkeypatch), [0]
+
+    def chance(rows: int) -> float:
+        calls[0] += rows == 64
+        return 1e-4 * (0.5 if rows == 64 and calls[0] <= 12 else 1)  # the sweep and two rounds
+
+    result, sizes = timed(clock, chance, sweep=True)
+    assert result.fastest == 256
+    assert sizes.count(64) > 12
+
+
+def test_without_a_sweep_nobody_asks_for_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    result, _ = timed(clock, lambda rows: 1e-4 * (1 if rows <= 64 else 3))
+    assert result.fastest == result.largest == 256
+
+
+def test_a_size_that_would_take_too_long_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row takes a tenth of a second: 256 rows, four times, would be 102 s."""
+    clock = Clock(monkeypatch)
+    result, sizes = timed(clock, lambda rows: 0.1)
+    assert result.limit == "time"
+    assert result.largest == result.ceiling == max(sizes) == 75  # 30 s
+    assert "more, of 256 allowed, would have taken too long to try" in result.notes()[0]
+    slowest, sizes = timed(clock, lambda rows: 10.0)
+    assert set(sizes) == {16}  # the share that the run begins with is tried in any case
+    assert slowest.ceiling == 16
+    both, _ = timed(clock, lambda rows: 0.1, maximum=50)
+    assert both.limit == "memory"
+    assert 49 <= both.largest <= 50
+
+
+def test_the_line_behind_the_peaks() -> None:
+    model = small_model()
+    result, _ = find(model, adam(model), lambda rows: 3e9 + 2e6 * rows, most=100)
+    assert result.line == pytest.approx((3e9, 2e6))
+
+
 def test_one_row_that_does_not_fit_says_what_it_takes() -> None:
     model = small_model()
-    with pytest.raises(ConfigError, match="micro-batch of one row takes 107% of what may be used"):
+    with pytest.raises(ConfigError, match=r"one row takes 14.3 GiB, others' included, where 13.4 GiB may be"):
         find(model, adam(model), lambda rows: 15.4e9 + 1e6 * rows)
     with pytest.raises(ConfigError, match="micro-batch of one row runs out of memory"):
         find(model, adam(model), lambda rows: 2 * CAPACITY)
@@ -231,8 +333,8 @@ def test_training_goes_on_as_if_nothing_had_been_probed() -> None:
         loop.train_epoch(squared_error(model))
         if probes:  # from a later epoch, with the optimizer's state there
             memory = SimulatedMemory(model, line(40))
-            probe = Probe(model, loop._step, MixedPrecision("fp64", CPU), World(0, 1, CPU), memory)
-            result = probe.find(memory.loss, loop._feed.largest, start=8, most=1000)
+            whole = Probe(model, loop._step, MixedPrecision("fp64", CPU), World(0, 1, CPU), memory)
+            result = whole.find(memory.loss, loop._feed.largest, start=8, most=1000)
             assert result.largest >= 39
             assert len(result.tried) <= 5
         loop.train_epoch(squared_error(model))
@@ -329,7 +431,8 @@ import torch
 from torch import nn
 from ray_dynbs.training.memory import PeakMeter
 from ray_dynbs.training.precision import MixedPrecision
-from ray_dynbs.training.probe import MemoryGauge, Probe
+from ray_dynbs.training.gauge import MemoryGauge
+from ray_dynbs.training.probe import Probe
 from ray_dynbs.training.step import OptimizerStep
 from ray_dynbs.training.world import World
 
@@ -379,10 +482,10 @@ def test_a_real_limit_of_the_address_space() -> None:
 def test_the_gauge_of_this_machine() -> None:
     gauge = MemoryGauge(World(0, 1, CPU), HEADROOM)
     gauge.reset()
-    before = gauge.fraction()
-    assert 0 < before < 1
+    before = gauge.peak()
+    assert 0 < before.fraction < 1
     large = torch.ones(50 * 2**20)
     assert large.sum() > 0
-    assert gauge.fraction() > before
+    assert gauge.peak().used_bytes - before.used_bytes > 150 * 2**20
     assert PeakMeter(CPU).peak_bytes() > 0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0

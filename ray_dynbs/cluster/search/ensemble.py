@@ -16,6 +16,7 @@ from ray_dynbs.cluster.setup import Stores, build_parts
 from ray_dynbs.cluster.worker import Worker
 from ray_dynbs.config import Config
 from ray_dynbs.config.load import dump_yaml
+from ray_dynbs.core.probed import ProbeResult
 from ray_dynbs.storage.run_directory import CONFIG, RunDirectory
 from ray_dynbs.training.world import World
 
@@ -61,6 +62,8 @@ class Ensemble:
         world: The ranks.
         folder: Where each seed's run directory lies, ``seed-<n>``.
         restored: Folder of checkpoints to go on from, or ``None``.
+        share: Fraction of a device that is each rank's own.
+        probes: What was found to fit in memory, by trials before this one in the same process.
     """
 
     def __init__(
@@ -72,7 +75,10 @@ class Ensemble:
         *,
         folder: str,
         restored: Path | None = None,
+        share: float = 1.0,
+        probes: dict[str, ProbeResult] | None = None,
     ) -> None:
+        probes = {} if probes is None else probes
         self._metric = config.metric
         self._workers: list[Worker] = []
         self._best: list[float] = []
@@ -84,9 +90,9 @@ class Ensemble:
                 run.make()
                 run.write_text(CONFIG, dump_yaml(own))
             link = LocalLink(Coordinator(own, run))
-            parts = build_parts(own, world, stores)
+            parts = build_parts(own, world, stores, share)
             checkpoint = None if restored is None else restored / f"seed-{seed}"
-            self._workers.append(Worker(parts, run, link, checkpoint))
+            self._workers.append(Worker(parts, run, link, checkpoint, probes=probes))
             earlier = [row for row in run.read_epochs() if row["epoch"] < self._workers[-1].progress.epoch]
             counted = {row["epoch"]: row for row in earlier}.values()
             self._time_s[len(self._workers) - 1] = sum(row["epoch_time_s"] for row in counted)

@@ -25,6 +25,7 @@ from ray_dynbs.cluster.data import Blocks
 from ray_dynbs.cluster.search.ensemble import Ensemble, EpochOfTrial
 from ray_dynbs.cluster.setup import Stores, open_stores
 from ray_dynbs.config import Config
+from ray_dynbs.core.probed import ProbeResult
 from ray_dynbs.training.world import World
 
 Files = dict[str, bytes]
@@ -77,6 +78,7 @@ class Rank:
         self._given, self._size = given, size
         self._stores: tuple[tuple[object, ...], Stores] | None = None
         self._ensemble: Ensemble | None = None
+        self._probes: dict[str, ProbeResult] = {}
         if size == 1:
             torch.set_num_threads(max(int(given.cpus), 1))
 
@@ -109,6 +111,8 @@ class Rank:
                 World.current(self._device),
                 folder=folder,
                 restored=checkpoints,
+                share=self._given.gpus if 0 < self._given.gpus < 1 and self._device.type == "cuda" else 1.0,
+                probes=self._probes,
             )
         return self._ensemble.epoch
 
