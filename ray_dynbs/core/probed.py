@@ -111,12 +111,13 @@ class ProbeResult:
 
 
 def faster_sizes(tried: Sequence[SizeTried], largest: int) -> list[int]:
-    """Sizes below the largest that seem to be surely faster, to be timed again, in this order.
+    """Sizes of at most half the largest that seem to be surely faster, to be timed again, in this order.
 
-    The fastest ones come first, and of those that are as fast the larger one.
+    A size close by would be faster by chance. The fastest ones come first, and of those that are as fast
+    the larger one.
     """
     speeds = {t.micro_batch_size: t.samples_per_s for t in tried if t.fits and t.samples_per_s is not None}
     enough = FASTER * speeds.get(largest, math.inf)
-    seem = [rows for rows, speed in speeds.items() if rows < largest and speed >= enough]
+    seem = [rows for rows, speed in speeds.items() if rows <= largest // 2 and speed >= enough]
     best = max((speeds[rows] for rows in seem), default=0.0)
     return sorted(seem, key=lambda rows: (speeds[rows] < KNEE * best, -rows))

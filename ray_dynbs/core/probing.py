@@ -3,6 +3,10 @@
 The peak of memory is close to ``a + c m`` in the micro-batch m, with a slope that may change once (another
 algorithm of a library, a buffer that grows). Every size that is returned has been run; only where to look
 next is extrapolated.
+
+Where running out raises an error, the search may go beyond the limit. Where it ends the process (the host's
+memory: the kernel kills, or Ray does), it comes from below, and never goes where twice the slope would end
+it.
 """
 
 from __future__ import annotations
@@ -17,13 +21,15 @@ TOLERANCE = 0.03
 """How far below the true maximum an answer may lie, as a fraction of it."""
 MOST_TRIES = 8
 """Sizes after which the best one so far is taken."""
+_MOST_TRIES_FROM_BELOW, _LARGEST_STRIDE = 16, 8
+"""Where running out ends the process: sizes, and how many times the last one the next may be."""
 _BEND = 2.0
 """By what factor the slope may change."""
 _STRAIGHT = 1.05
 """Slopes that differ by less are one."""
 _MISSES = 4
 """Predictions in a row that ran out of memory, after which there is less memory than is said."""
-_MOST_TRIES_BLIND, _BLIND_TOLERANCE = 16, 0.1
+_MOST_TRIES_BLIND, _BLIND_TOLERANCE, _BLIND_HEADROOM = 16, 0.1, 0.1
 _CAREFUL, _NEAR = 0.3, 0.6
 """After a surprise: how far to go between a safe size and one that failed, and from where on to do so."""
 
@@ -37,6 +43,7 @@ class MicroBatchSearch:
         most: Largest size allowed, which is itself tried before it is returned.
         target_bytes: Largest peak that counts as fitting: the capacity less head-room.
         least: Smallest size that can be run at all.
+        ends_at_bytes: Peak at which the process would be ended; ``None`` where an error is raised instead.
         peaks: Size -> peak in bytes; ``None`` where it ran out of memory. In the order tried.
     """
 
@@ -44,9 +51,12 @@ class MicroBatchSearch:
     most: int
     target_bytes: float
     least: int = 1
+    ends_at_bytes: float | None = None
     peaks: dict[int, float | None] = field(default_factory=dict)
+    _rest: float = 0.0
     _surprised: bool = False
     _misses: int = 0
+    _settled: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= min(self.start, self.most):
@@ -62,16 +72,21 @@ class MicroBatchSearch:
 
     @property
     def best(self) -> int | None:
-        """The largest size that was run and fits; ``None`` if none did."""
-        return max(self._fitting, default=None)
+        """The largest size that was run and fits; ``None`` if none did.
 
-    def record(self, rows: int, peak_bytes: float | None) -> None:
+        Where the limit is one that nobody can read, so that no head-room was left, a tenth less.
+        """
+        return max((rows for rows in self._fitting if rows <= (self._settled or rows)), default=None)
+
+    def record(self, rows: int, peak_bytes: float | None, rest_bytes: float = 0.0) -> None:
         """What a size took.
 
         Args:
             rows: The size.
             peak_bytes: Its peak; ``None`` (or no finite number) where it ran out of memory.
+            rest_bytes: What is held afterwards, without any rows.
         """
+        self._rest = rest_bytes
         # With two sizes that fit, a failure was no guess but a prediction: the slope changes below it.
         if peak_bytes is not None and not math.isfinite(peak_bytes):
             peak_bytes = None
@@ -84,19 +99,33 @@ class MicroBatchSearch:
     def propose(self) -> int | None:
         """The next size to try; ``None`` where :attr:`best` is the answer."""
         if not self.peaks:
-            return min(self.start, self.most)
+            return min(self.start if self.ends_at_bytes is None else self.least, self.most)
         fitting, failing = self._fitting, self._failing
         low, upper = max(fitting, default=self.least - 1), min(failing, default=self.most + 1) - 1
-        most_tries = _MOST_TRIES_BLIND if self._is_blind else MOST_TRIES
+        most_tries = MOST_TRIES if self.ends_at_bytes is None else _MOST_TRIES_FROM_BELOW
+        most_tries = _MOST_TRIES_BLIND if self._is_blind else most_tries
         if low >= upper or (fitting and len(self.peaks) >= most_tries):
-            return None
+            return self._settle(low)
         if not fitting:
             return self.least  # smaller by far than what failed: from there the slope is known soon
         if self._is_blind:
-            rows = self._middle(low, upper + 1)
+            rows = self._middle(low, upper + 1) or self._settle(low)
         else:
             rows = self._second(low, upper) if len(fitting) == 1 else self._next(low, upper)
+            rows = self._within_reach(rows, low)
         return None if rows is None or rows in self.peaks else min(rows, upper)
+
+    def _within_reach(self, rows: int | None, low: int) -> int | None:
+        """No further than twice the slope so far may go without ending the process; ``None`` for no step."""
+        if rows is None or self.ends_at_bytes is None or self._failing:
+            return rows
+        slope = (self._peak(low) - self._rest) / low
+        if len(self._fitting) > 1:
+            slope = max(slope, self._slope(self._fitting[-2], low))
+        far = _LARGEST_STRIDE * low
+        if slope > 0:
+            far = min(far, int(low + (self.ends_at_bytes - self._peak(low)) / (slope * _BEND)))
+        return min(rows, far) if far > low else None
 
     @property
     def _is_blind(self) -> bool:
@@ -112,6 +141,13 @@ class MicroBatchSearch:
         slope, low = self._slope(fitting[-2], fitting[-1]), fitting[-1]
         room = self.target_bytes - self._peak(low)
         return low + room / max(slope * _BEND, 1e-300) >= failing[0]
+
+    def _settle(self, low: int) -> int | None:
+        """Of a limit that nobody can read, a last size with head-room; ``None`` once that was tried."""
+        if not self._is_blind or self._settled is not None:
+            return None
+        self._settled = max(int((1 - _BLIND_HEADROOM) * low), self.least)
+        return None if self._settled in self.peaks else self._settled
 
     @staticmethod
     def _middle(low: int, high: int) -> int | None:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ray_dynbs.training.memory import PeakMeter, read_memory, usable_fraction
+from ray_dynbs.training.oom import empty_cache
 from ray_dynbs.training.world import World
 
 
@@ -37,11 +38,18 @@ class Gauge(Protocol):
     def doubts(self) -> tuple[str, ...]:
         """What could not be measured as it should."""
 
+    @property
+    def ends_at(self) -> float | None:
+        """The fraction of what may be used at which the process is ended; ``None``: an error is raised."""
+
     def reset(self) -> None:
         """A size begins."""
 
     def peak(self) -> Peak:
         """Since then, over all ranks that share the memory with this one; on every rank at the same time."""
+
+    def rest(self) -> Peak:
+        """The same of what is held now."""
 
 
 class MemoryGauge:
@@ -65,6 +73,8 @@ class MemoryGauge:
         ranks_here = sum(where == self._where for where, _ in everybody) if share < 1 else 1
         self._total = reading.total_bytes * min(share * ranks_here, 1.0)
         self._usable = usable_fraction(world.device, headroom) * self._total
+        # The host's memory is given out without looking; who then uses too much of it is killed.
+        self.ends_at = 1 / (1 - headroom) if world.device.type == "cpu" else None
 
     def reset(self) -> None:
         """A size begins."""
@@ -75,7 +85,15 @@ class MemoryGauge:
 
         Where the allocator had to give back what it kept, to go on, the memory was full.
         """
-        mine = self._where, self._meter.peak_bytes(), self._meter.retries
+        return self._ours(self._meter.peak_bytes(), self._meter.retries)
+
+    def rest(self) -> Peak:
+        """What the ranks hold of this memory now, and what others held before."""
+        empty_cache(self._world.device)
+        return self._ours(self._meter.held_bytes())
+
+    def _ours(self, held_bytes: int, retries: int = 0) -> Peak:
+        mine = self._where, held_bytes, retries
         here = [
             (peak, retries)
             for where, peak, retries in self._world.gather_objects(mine)

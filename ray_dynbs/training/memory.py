@@ -168,6 +168,12 @@ class PeakMeter:
         mapped = status.get("RssFile", 0) + status.get("RssShmem", 0)
         return max(status.get("VmHWM", 0) - mapped, anonymous_bytes())
 
+    def held_bytes(self) -> int:
+        """In bytes, now."""
+        if self._device.type == "cpu":
+            return anonymous_bytes()
+        return read_memory(self._device).own_bytes
+
     @property
     def retries(self) -> int:
         """Times since :meth:`reset` that the allocator freed its cache, so as not to run out of memory."""

@@ -32,7 +32,7 @@ STEPS = 2
 MOST_S = 30.0
 """Longest that a size may take to be tried, in seconds: a forward of a quarter of that gains nothing more."""
 MOST_HALVES = 8
-ROUNDS = 3
+ROUNDS = 5
 """Times that two sizes are compared, in turn, where the smaller one seems to be faster."""
 STILL = Adjustment(lr=0.0)
 MakeBatch = Callable[[int], Any]
@@ -87,7 +87,7 @@ class Probe:
             self._model.train()
             free_memory(self._world.device)
             least = min(_least(self._model), most)
-            search = MicroBatchSearch(max(start, least), most, target_bytes=1.0, least=least)
+            search = MicroBatchSearch(max(start, least), most, 1.0, least, self._gauge.ends_at)
             too_long = _search(search, trial, before)
             fastest = search.best
             if sweep and search.best is not None:
@@ -158,6 +158,10 @@ class _Trial:
             return SizeTried(rows, None, None)
         return SizeTried(rows, peak.fraction, 2 * rows / max(slowest, 1e-9), peak.used_bytes)
 
+    def rest(self) -> float:
+        """Held without any rows, over what may be used, on the fullest rank."""
+        return self._fullest(self._gauge.rest()).fraction
+
     def _fullest(self, peak: Peak) -> Peak:
         """Of all ranks' memories, the one that has the least left of what may be used."""
         peaks: list[Peak] = self._world.gather_objects(peak)
@@ -190,7 +194,7 @@ def _search(search: MicroBatchSearch, trial: _Trial, before: Snapshot) -> bool:
                 return True
             continue
         tried = trial.add(rows)
-        search.record(rows, tried.fraction)
+        search.record(rows, tried.fraction, trial.rest())
         if tried.fraction is None:
             before.restore()  # a step that was broken off may have left half of an optimizer's state
     return too_long

@@ -18,6 +18,7 @@ from ray.util.placement_group import placement_group_table
 from ray_dynbs.cluster.data import PreparedData, prepare_data
 from ray_dynbs.cluster.search.driver import check_room, plan_search, run_search
 from ray_dynbs.cluster.search.ensemble import Ensemble
+from ray_dynbs.cluster.search.group import OneRank, TrialInput
 from ray_dynbs.cluster.search.record import TrialRecord, first_cause, rank
 from ray_dynbs.cluster.search.searcher import points_to_try
 from ray_dynbs.config.search import Candidates, Search
@@ -25,7 +26,9 @@ from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.journal import decode_lines, replay
 from ray_dynbs.storage.run_directory import DECISIONS, RunDirectory
 from ray_dynbs.training.columns import ColumnStore
+from ray_dynbs.training.probe import Probe
 from ray_dynbs.training.world import World
+from tests import problem_task
 from tests.support import run_ranks, table
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +104,43 @@ def test_a_trial_that_was_interrupted_equals_one_that_was_not(tmp_path: Path) ->
         later = {row["epoch"]: row for row in epochs_of(tmp_path / "half", seed)}
         for row in epochs_of(tmp_path / "whole", seed):
             assert {**later[row["epoch"]], "incarnation": 0} == row
+
+
+def test_trials_that_would_find_the_same_are_probed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else they try; a trial of another optimizer needs other memory."""
+    probed: list[int] = []
+    find = Probe.find
+
+    def counted(self: Probe, *arguments: Any, **sizes: Any) -> Any:
+        probed.append(sizes["most"])
+        return find(self, *arguments, **sizes)
+
+    monkeypatch.setattr(Probe, "find", counted)
+    candidates = make({"optimizer.lr": {"choice": [0.02]}})
+    rank = OneRank(TrialInput({}, num_seeds=2, cpus=1, gpus=0))
+    monkeypatch.setattr(rank, "_rows", lambda config: STORES)
+    for number, changes in enumerate(
+        [{"optimizer.lr": 0.02}, {"optimizer.lr": 0.5, "lr.rule": "none"}, {"optimizer.name": "adam"}]
+    ):
+        rank.begin(candidates.at(changes), str(tmp_path / str(number)), None)
+        rank.train_epoch()
+    assert probed == [61, 61]
+
+
+def test_a_trial_keeps_to_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = problem_task.loss
+
+    def limited(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        if model.training and len(batch["y"]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return whole(model, batch)
+
+    monkeypatch.setattr(problem_task, "loss", limited)
+    ensemble(tmp_path, 1).train_epoch()
+    (row,) = epochs_of(tmp_path, 5)
+    assert (row["global_batch_size"], row["micro_batch_size"], row["grad_accum_steps"]) == (9, 4, 3)
 
 
 def two_ranks(folder: str) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from multiprocessing import shared_memory
 from pathlib import Path
 
 import psutil
@@ -20,6 +19,7 @@ from ray_dynbs.training.memory import (
     read_memory,
     usable_fraction,
 )
+from tests.control_groups import control_group, run_script
 
 CPU = torch.device("cpu")
 GB = 2**30
@@ -159,21 +159,39 @@ def test_an_allocator_that_had_to_retry_was_full(monkeypatch: pytest.MonkeyPatch
     assert [watch.fraction() for _ in range(5)] == [0.1, 1.0, 0.1, 0.1, 1.0]
 
 
+SHARES = """
+from multiprocessing import shared_memory
+import torch
+from ray_dynbs.training.memory import PeakMeter, read_memory
+
+cpu, size = torch.device("cpu"), 300 * 2**20
+meter = PeakMeter(cpu)
+meter.reset()
+before, peak = read_memory(cpu), meter.peak_bytes()
+segment = shared_memory.SharedMemory(create=True, size=size)
+segment.buf[:] = bytes(size)
+after = read_memory(cpu)
+print(after.source, after.total_bytes)
+print((after.used_bytes - before.used_bytes) / size)
+print((after.own_bytes - before.own_bytes) / size)
+print((meter.peak_bytes() - peak) / size)
+segment.close()
+segment.unlink()
+"""
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm")
 def test_shared_memory_is_in_use_but_nobodys_own() -> None:
-    """Ray's object store lies there; a process that maps it does not hold it."""
-    meter, size = PeakMeter(CPU), 300 * 2**20
-    before, peak = read_memory(CPU), meter.peak_bytes()
-    segment = shared_memory.SharedMemory(create=True, size=size)
-    try:
-        segment.buf[::4096] = bytes(size // 4096)  # touches every page
-        after = read_memory(CPU)
-        assert after.used_bytes - before.used_bytes > 0.5 * size
-        assert after.own_bytes - before.own_bytes < 0.2 * size
-        assert meter.peak_bytes() - peak < 0.2 * size
-    finally:
-        segment.close()
-        segment.unlink()
+    """Ray's object store lies there: it counts in the container, but who maps it does not hold it."""
+    with control_group(GB) as group:
+        code, lines, err = run_script(SHARES, limited_by=group)
+    assert code == 0, err
+    assert lines[0].startswith("cgroup v")
+    assert lines[0].endswith(str(GB))
+    used, own, peak = map(float, lines[1:])
+    assert 0.9 < used < 1.3
+    assert abs(own) < 0.1
+    assert abs(peak) < 0.2
 
 
 def test_rays_own_memory_monitor_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:

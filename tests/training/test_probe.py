@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import resource
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from ray_dynbs.training.precision import MixedPrecision
 from ray_dynbs.training.probe import Probe
 from ray_dynbs.training.step import OptimizerStep
 from ray_dynbs.training.world import World
+from tests.control_groups import control_group, run_script
 from tests.support import flat_weights, run_ranks, small_model, squared_error, table, training_loop
 
 CPU = torch.device("cpu")
@@ -59,13 +59,16 @@ class SimulatedMemory:
         self._highest = max(self._highest, self._peak(rows))
         return self._loss(batch)
 
-    doubts = ()
+    doubts, ends_at = (), None
 
     def reset(self) -> None:
         self._highest = 0.0
 
     def peak(self) -> Peak:
         return Peak(self._highest, (1 - HEADROOM) * CAPACITY)
+
+    def rest(self) -> Peak:
+        return Peak(self._peak(0), (1 - HEADROOM) * CAPACITY)
 
 
 def line(maximum: int, base: float = 4e9) -> Callable[[int], float]:
@@ -181,11 +184,11 @@ def test_a_size_that_was_faster_by_chance_is_not_taken(monkeypatch: pytest.Monke
 
     def chance(rows: int) -> float:
         calls[0] += rows == 64
-        return 1e-4 * (0.5 if rows == 64 and calls[0] <= 12 else 1)  # the sweep and two rounds
+        return 1e-4 * (0.5 if rows == 64 and calls[0] <= 20 else 1)  # the sweep and four rounds
 
     result, sizes = timed(clock, chance, sweep=True)
     assert result.fastest == 256
-    assert sizes.count(64) > 12
+    assert sizes.count(64) > 20
 
 
 def test_without_a_sweep_nobody_asks_for_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,12 +457,19 @@ def train(rows):
             step.run(batches, loss, rows=2 * rows, adjustment=Adjustment())
 
 train(8)
+"""
+BY_ADDRESSES = """
 size = int(next(l.split()[1] for l in open("/proc/self/status") if l.startswith("VmSize"))) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (size + 400 * 2**20, size + 400 * 2**20))
+"""
+FINDS = """
 probe = Probe(model, step, precision, world, MemoryGauge(world, 0.1))
 found = probe.find(loss, lambda rows: torch.ones(rows, 20_000), start=64, most=1_000_000)
-print(found.largest, len(found.tried))
+print(found.largest, len(found.tried), flush=True)
 train(found.largest)
+print("trained", flush=True)
+"""
+TAKES_TOO_MUCH = """
 try:
     train(4 * found.largest)
 except (RuntimeError, MemoryError) as error:
@@ -470,13 +480,24 @@ except (RuntimeError, MemoryError) as error:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_a_real_limit_of_the_address_space() -> None:
     """One process that may take 400 MiB more: what is found trains, four times as much does not."""
-    result = subprocess.run(
-        [sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=100, cwd=ROOT, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    found, failed = result.stdout.splitlines()
+    code, lines, err = run_script(LIMITED, BY_ADDRESSES, FINDS, TAKES_TOO_MUCH)
+    assert code == 0, err
+    found, trained, failed = lines
     assert int(found.split()[0]) > 500
-    assert failed == "too much: RuntimeError"
+    assert (trained, failed) == ("trained", "too much: RuntimeError")
+
+
+def test_a_real_control_group() -> None:
+    """A process that may hold 1 GiB: what is found trains and stays below; twice as much is killed."""
+    with control_group(2**30) as group:
+        code, lines, err = run_script(LIMITED, FINDS, limited_by=group)
+        assert code == 0, err
+        assert lines[1:] == ["trained"]
+        found, tries = map(int, lines[0].split())
+        assert tries <= 8
+        assert group.kills == 0
+        code, lines, err = run_script(LIMITED, f"train({2 * found})", limited_by=group)
+        assert (code, group.kills) == (-signal.SIGKILL, 1)
 
 
 def test_the_gauge_of_this_machine() -> None:
