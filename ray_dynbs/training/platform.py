@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ray_dynbs.training.allocator import NAMES, SETTING
 from ray_dynbs.training.memory import MONITOR, MONITOR_DEFAULT, MemoryReading, read_host_memory, read_memory
 from ray_dynbs.training.precision import computes_in_bf16
 
@@ -30,6 +31,8 @@ def describe_platform() -> list[tuple[str, str]]:
         free = shutil.disk_usage(SHARED)
         found.append(("shared memory", f"{_gb(free.free)} free of {_gb(free.total)} for Ray's object store"))
     found += [(str(device), _device_words(device)) for device in devices] or [("accelerators", "none")]
+    if any(device.type == "cuda" for device in devices):
+        found.append(("allocator", _allocator_words()))
     used = devices[0] if devices else torch.device("cpu")
     found.append(("precisions", ", ".join(precisions(used))))
     found.append(("used by default", _used_words(used, len(devices))))
@@ -53,6 +56,11 @@ def precisions(device: torch.device) -> list[str]:
 def _device_words(device: torch.device) -> str:
     reading = read_memory(device)
     return f"{reading.source}, {_gb(reading.used_bytes)} of {_gb(reading.total_bytes)} in use by anybody"
+
+
+def _allocator_words() -> str:
+    given = [f"{name}={os.environ[name]}" for name in NAMES if name in os.environ]
+    return f"{given[0]}, as the environment says" if given else f"{SETTING}, unless {NAMES[0]} says otherwise"
 
 
 def _memory_words(reading: MemoryReading) -> str:

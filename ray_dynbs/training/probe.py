@@ -81,37 +81,37 @@ class Probe:
             ConfigError: not even one row fits; says how much it takes.
             OtherRankFailedError: another rank failed, which has the reason.
         """
-        trial = _Trial(self._step, self._world, self._gauge, loss_fn, make_batch)
+        runner = SizeRunner(self._step, self._world, self._gauge, loss_fn, make_batch)
         before = Snapshot(self._model, self._step.optimizers, self._precision, self._world.device)
         try:
             self._model.train()
             free_memory(self._world.device)
             least = min(_least(self._model), most)
             search = MicroBatchSearch(max(start, least), most, 1.0, least, self._gauge.ends_at)
-            too_long = _search(search, trial, before)
+            too_long = _search(search, runner, before)
             fastest = search.best
             if sweep and search.best is not None:
-                fastest = _fastest(search, trial, least)
+                fastest = _fastest(search, runner, least)
         finally:
             before.restore()
             self._step.gradients.zero()
             self._gauge.reset()  # gives the device's cache back
         if search.best is None or fastest is None:
-            raise ConfigError(_nothing_fits(trial))
+            raise ConfigError(_nothing_fits(runner))
         time_is_up = too_long and search.best < most
         limit: Limit | None = "memory" if search.is_limited else "time" if time_is_up else None
         return ProbeResult(
             largest=search.best,
             fastest=fastest,
-            tried=tuple(trial.tried),
+            tried=tuple(runner.tried),
             most=most,
             limit=limit,
-            usable_bytes=trial.usable_bytes,
+            usable_bytes=runner.usable_bytes,
             doubts=self._gauge.doubts,
         )
 
 
-class _Trial:
+class SizeRunner:
     """Runs sizes for real.
 
     Args:
@@ -183,18 +183,18 @@ class _Trial:
         return seconds, None
 
 
-def _search(search: MicroBatchSearch, trial: _Trial, before: Snapshot) -> bool:
+def _search(search: MicroBatchSearch, runner: SizeRunner, before: Snapshot) -> bool:
     """Try what the search proposes; returns whether it was cut short because sizes took too long."""
     too_long = False
     while (rows := search.propose()) is not None:
-        enough = _affordable(trial.tried)
+        enough = _affordable(runner.tried)
         if rows > enough:
             too_long, search.most = True, max(search.best or search.least, enough)
             if search.most in search.peaks:
                 return True
             continue
-        tried = trial.add(rows)
-        search.record(rows, tried.fraction, trial.rest())
+        tried = runner.add(rows)
+        search.record(rows, tried.fraction, runner.rest())
         if tried.fraction is None:
             before.restore()  # a step that was broken off may have left half of an optimizer's state
     return too_long
@@ -206,15 +206,15 @@ def _affordable(tried: list[SizeTried]) -> int:
     return int(min(MOST_S * max(speeds) / (2 * STEPS), 1e15)) if speeds else 10**15
 
 
-def _fastest(search: MicroBatchSearch, trial: _Trial, least: int) -> int:
+def _fastest(search: MicroBatchSearch, runner: SizeRunner, least: int) -> int:
     """The largest size that fits, or a smaller one that was faster every time the two were compared."""
     largest = search.best or least
     halves = [largest >> power for power in range(1, MOST_HALVES + 1)]
     for rows in halves:
         if rows >= least and rows not in search.peaks:
-            trial.add(rows)
-    for rows in faster_sizes(trial.tried, largest):
-        rounds = [(trial.run(rows), trial.run(largest)) for _ in range(ROUNDS)]
+            runner.add(rows)
+    for rows in faster_sizes(runner.tried, largest):
+        rounds = [(runner.run(rows), runner.run(largest)) for _ in range(ROUNDS)]
         if all((a.samples_per_s or 0) >= FASTER * (b.samples_per_s or math.inf) for a, b in rounds):
             return rows
     return largest
@@ -226,14 +226,14 @@ def _least(model: torch.nn.Module) -> int:
     return 2 if any(norm.training for norm in norms) else 1
 
 
-def _nothing_fits(trial: _Trial) -> str:
-    one = min(trial.tried, key=lambda each: each.micro_batch_size)
+def _nothing_fits(runner: SizeRunner) -> str:
+    one = min(runner.tried, key=lambda each: each.micro_batch_size)
     needs = "runs out of memory"
     if one.peak_bytes is not None and math.isfinite(one.peak_bytes):
         needs = f"takes {_gib(one.peak_bytes)}, others' included"
     rows = "one row" if one.micro_batch_size == 1 else f"{one.micro_batch_size} rows"
     return (
-        f"a micro-batch of {rows} {needs}, where {_gib(trial.usable_bytes)} may be used: the model does not "
+        f"a micro-batch of {rows} {needs}, where {_gib(runner.usable_bytes)} may be used: the model does not "
         "fit; allowed: a smaller one, memory.activation_checkpointing, or more memory"
     )
 
