@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,7 +167,7 @@ class PeakMeter:
             return int(torch.mps.driver_allocated_memory())
         status = _status()
         mapped = status.get("RssFile", 0) + status.get("RssShmem", 0)
-        return max(status.get("VmHWM", 0) - mapped, anonymous_bytes())
+        return max((status.get("VmHWM") or _most_resident_bytes()) - mapped, anonymous_bytes())
 
     def held_bytes(self) -> int:
         """In bytes, now."""
@@ -183,6 +184,16 @@ class PeakMeter:
 def anonymous_bytes() -> int:
     """Memory that this process holds for itself; where the system does not tell, all that is resident."""
     return _status().get("RssAnon") or int(psutil.Process().memory_info().rss)
+
+
+def _most_resident_bytes() -> int:
+    """The most that was resident since this process began, where no other record is kept; 0 if unknown."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
 
 
 def _status() -> dict[str, int]:

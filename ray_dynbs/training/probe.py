@@ -87,7 +87,10 @@ class Probe:
             self._model.train()
             free_memory(self._world.device)
             least = min(_least(self._model), most)
-            search = MicroBatchSearch(max(start, least), most, 1.0, least, self._gauge.ends_at)
+            start = max(start, least)
+            if self._gauge.ends_at is not None:
+                least = _first_that_runs(least, start, runner)
+            search = MicroBatchSearch(start, most, 1.0, least, self._gauge.ends_at)
             too_long = _search(search, runner, before)
             fastest = search.best
             if sweep and search.best is not None:
@@ -107,12 +110,15 @@ class Probe:
             most=most,
             limit=limit,
             usable_bytes=runner.usable_bytes,
-            doubts=self._gauge.doubts,
+            doubts=(*self._gauge.doubts, *runner.doubts),
         )
 
 
 class SizeRunner:
     """Runs sizes for real.
+
+    ``tried`` holds what :meth:`add` has run, ``is_spoilt`` says whether the last loss was no finite number,
+    which has reached the weights, ``usable_bytes`` how much of the fullest memory may be used.
 
     Args:
         step: The optimizer step.
@@ -128,12 +134,32 @@ class SizeRunner:
         self._step, self._world, self._gauge = step, world, gauge
         self._loss_fn, self._make_batch = loss_fn, make_batch
         self.tried: list[SizeTried] = []
+        self.doubts: list[str] = []
+        self.is_spoilt = False
         self.usable_bytes = math.nan
 
     def add(self, rows: int) -> SizeTried:
         """Run a size, and keep what came of it."""
         self.tried.append(self.run(rows))
         return self.tried[-1]
+
+    def try_to_add(self, rows: int) -> SizeTried:
+        """The same of a size that a run can do without: one that fails does not fit, for whatever reason."""
+        try:
+            return self.add(rows)
+        except Exception as error:  # noqa: BLE001  # said, and the run goes on without such sizes
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self.doubts.append(f"{rows} rows in one forward are not taken, since they failed: {reason}")
+            self.tried.append(SizeTried(rows, None, None))
+            return self.tried[-1]
+
+    def fails(self, rows: int) -> bool:
+        """Whether a size fails by something else than memory, on any rank."""
+        try:
+            self.run(rows)
+        except Exception:  # noqa: BLE001  # what also befalls larger sizes is raised there
+            return True
+        return False
 
     def run(self, rows: int) -> SizeTried:
         """Run a size on all ranks.
@@ -176,11 +202,18 @@ class SizeRunner:
                     started = time.perf_counter()
                     batches = (self._make_batch(rows) for _ in range(2))
                     result = self._step.run(batches, self._loss_fn, rows=2 * rows, adjustment=STILL)
-                    result.loss_sum.item()  # waits for the device
+                    self.is_spoilt = not math.isfinite(result.loss_sum.item())  # waits for the device
                     seconds = time.perf_counter() - started
         except Exception as error:  # noqa: BLE001  # sorted by the caller, who speaks with the other ranks
             return seconds, error
         return seconds, None
+
+
+def _first_that_runs(least: int, start: int, runner: SizeRunner) -> int:
+    """The smallest size that the loss can do with at all, which may want pairs of rows; ``start`` at most."""
+    while least < start and runner.fails(least):
+        least = min(2 * least, start)
+    return least
 
 
 def _search(search: MicroBatchSearch, runner: SizeRunner, before: Snapshot) -> bool:
@@ -193,9 +226,9 @@ def _search(search: MicroBatchSearch, runner: SizeRunner, before: Snapshot) -> b
             if search.most in search.peaks:
                 return True
             continue
-        tried = runner.add(rows)
+        tried = runner.add(rows) if rows <= search.start else runner.try_to_add(rows)
         search.record(rows, tried.fraction, runner.rest())
-        if tried.fraction is None:
+        if tried.fraction is None or runner.is_spoilt:
             before.restore()  # a step that was broken off may have left half of an optimizer's state
     return too_long
 
@@ -212,7 +245,7 @@ def _fastest(search: MicroBatchSearch, runner: SizeRunner, least: int) -> int:
     halves = [largest >> power for power in range(1, MOST_HALVES + 1)]
     for rows in halves:
         if rows >= least and rows not in search.peaks:
-            runner.add(rows)
+            runner.try_to_add(rows)
     for rows in faster_sizes(runner.tried, largest):
         rounds = [(runner.run(rows), runner.run(largest)) for _ in range(ROUNDS)]
         if all((a.samples_per_s or 0) >= FASTER * (b.samples_per_s or math.inf) for a, b in rounds):

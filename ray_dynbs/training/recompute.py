@@ -153,6 +153,8 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
         plain = functools.partial(kind.forward, self)
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
+        if not _norms(self):  # compiled models know no contexts
+            return checkpoint(plain, *args, use_reentrant=False, **kwargs)
         contexts = functools.partial(_contexts, self)
         return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -181,10 +183,16 @@ def _contexts(
     return contextlib.nullcontext(), _still(layer)
 
 
+def _norms(layer: nn.Module) -> list[_NormBase]:
+    """Those in it that keep running statistics of what they see."""
+    norms = [each for each in layer.modules() if isinstance(each, _NormBase)]
+    return [norm for norm in norms if norm.training and norm.track_running_stats]
+
+
 @contextlib.contextmanager
 def _still(layer: nn.Module) -> Iterator[None]:
     """Norms in it go by the rows at hand, as they did, but do not count them once more."""
-    norms = [n for n in layer.modules() if isinstance(n, _NormBase) and n.training and n.track_running_stats]
+    norms = _norms(layer)
     kept = [(norm, norm.momentum, _copied(norm.num_batches_tracked)) for norm in norms]
     for norm in norms:
         norm.momentum = 0.0

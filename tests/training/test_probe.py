@@ -376,6 +376,46 @@ def _failing() -> str:
     return "nothing"
 
 
+def test_a_loss_that_wants_pairs_of_rows_is_probed_with_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From below, as on the CPU: one row alone is no batch of it, and no reason to stop."""
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(SimulatedMemory, "ends_at", 1 / (1 - HEADROOM))
+
+    def pairs(rows: int) -> float:
+        if rows < 3:
+            raise ValueError("no pairs")
+        return 1e-4
+
+    result, sizes = timed(clock, pairs, maximum=100)
+    assert 97 <= result.largest <= 100
+    assert max(sizes) <= 110
+    assert min(sizes) == 4
+
+    def never(rows: int) -> float:
+        raise ValueError("no pairs")
+
+    with pytest.raises(ValueError, match="no pairs"):
+        timed(clock, never)
+
+
+def test_a_size_that_fails_and_that_the_run_can_do_without_is_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A probe does not end a run that would have trained."""
+    clock = Clock(monkeypatch)
+
+    def few(rows: int) -> float:
+        if rows > 50:
+            raise ValueError("positions\nonly up to 50")
+        return 1e-4
+
+    result, _ = timed(clock, few)
+    assert 40 <= result.largest <= 50
+    assert result.limit == "memory"
+    said = " rows in one forward are not taken, since they failed: ValueError: positions only up to 50"
+    assert result.notes()[-1].endswith(said)
+
+
 def test_another_error_than_memory_is_raised_where_it_came_from() -> None:
     assert run_ranks(_failing, 2) == [
         "OtherRankFailedError: another rank failed while 16 rows were probed",
