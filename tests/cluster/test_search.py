@@ -140,7 +140,7 @@ def test_a_trial_keeps_to_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(problem_task, "loss", limited)
     ensemble(tmp_path, 1).train_epoch()
     (row,) = epochs_of(tmp_path, 5)
-    assert (row["global_batch_size"], row["micro_batch_size"], row["grad_accum_steps"]) == (9, 4, 3)
+    assert (row["global_batch_size"], row["micro_batch_size"], row["grad_accum_steps"]) == (9, 3, 3)
 
 
 def two_ranks(folder: str) -> list[float]:
