@@ -70,9 +70,6 @@ def test_where_memory_sets_a_limit_a_run_accumulates(start: Any, tmp_path: Path)
     assert {(row["global_batch_size"], row["micro_batch_size"], row["grad_accum_steps"]) for row in rows} == {
         (192, micro, 3)
     }
-    refused = start("train", str(DIGITS), "--set", "task=limited", "--set", "memory.probe=off", *sizes)
-    assert refused.wait() == 1
-    assert "CUDA out of memory" in refused.text
 
 
 @pytest.mark.ray

@@ -138,7 +138,7 @@ NAN = (
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+@pytest.mark.parametrize("on_nonfinite", ["stop", pytest.param("skip", marks=pytest.mark.slow)])
 def test_a_loss_that_is_not_finite(start: Any, tmp_path: Path, on_nonfinite: str) -> None:
     """In the sixth step, of the second epoch: stops and names it, or leaves it out and never grows."""
     policy = {"name": "threshold", "grad_norm_low": 1e6, "grad_norm_high": 1e9}
@@ -166,6 +166,7 @@ def test_a_loss_that_is_not_finite(start: Any, tmp_path: Path, on_nonfinite: str
     assert command.survivors() == []
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_mean_that_only_training_shows_leaves_nothing_behind(start: Any, tmp_path: Path) -> None:
     """The rows come from a pipeline, so the loss is tried in the first step."""

@@ -164,6 +164,7 @@ def test_more_workers_than_the_cluster_can_place(start: Any, tmp_path: Path) -> 
     assert command.survivors() == []
 
 
+@pytest.mark.slow
 def test_a_failing_task_names_its_cause_first(start: Any, tmp_path: Path) -> None:
     (tmp_path / "bad_task.py").write_text(
         "from ray_dynbs.tasks.digits import build_model, datasets, metrics\n"

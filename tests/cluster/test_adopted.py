@@ -156,6 +156,7 @@ def run_script(script: str, folder: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_the_readmes_loop_changes_ten_lines_and_no_loss(tmp_path: Path) -> None:
     """Both as printed, but for fp64, one worker, and (after) the policy fixed in the order before."""
     before, after = readme_blocks()

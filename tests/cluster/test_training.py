@@ -181,6 +181,7 @@ def test_sizes_change_within_a_pass(tmp_path: Path) -> None:
     assert [row["rows"] for row in history(directory)] == [NUM_ROWS] * 2
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_within_an_epoch(straight: tuple[Path, RunDirectory], tmp_path: Path) -> None:
     """Saved every ten rows; a worker fails in the third pass, of two rows a step: few are trained again."""
     config = make_config(tmp_path, 2, fail_after_rows=2 * 31 + 16)
