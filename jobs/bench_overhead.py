@@ -210,9 +210,9 @@ def timed_steps(rank: int, store: str, millions: int, repeats: int, queue: Any) 
     import torch.distributed as dist
 
     from ray_dynbs.core.lr import Adjustment
-    from ray_dynbs.training.measuring import Stopwatch
     from ray_dynbs.training.precision import MixedPrecision
     from ray_dynbs.training.step import OptimizerStep
+    from ray_dynbs.training.stopwatch import Stopwatch
     from ray_dynbs.training.world import World
 
     torch.set_num_threads(1)

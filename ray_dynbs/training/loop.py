@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -16,18 +16,15 @@ from ray_dynbs.core.estimators.pieces import Lone
 from ray_dynbs.core.lr import Adjustment, Scaling, ramped_scale
 from ray_dynbs.training.checkpoint import seed_everything
 from ray_dynbs.training.feed import IndexedFeed, StepBatch
+from ray_dynbs.training.finite import FiniteWatch
 from ray_dynbs.training.lr import Schedule, base_lr
 from ray_dynbs.training.measuring import Every, Measuring
 from ray_dynbs.training.memory import MemoryWatch
-from ray_dynbs.training.noise import Measure
 from ray_dynbs.training.reports import EpochReport, Interval, Progress
 from ray_dynbs.training.stats import NOTHING, StepStats, Totals
 from ray_dynbs.training.step import LossFn, OptimizerStep, StepResult
 from ray_dynbs.training.sums import PROBE_ROWS, check_loss_is_sum
 from ray_dynbs.training.world import World
-
-LOOK_EVERY_S = 5.0
-"""How long a run may go on after a step that was not finite, where looking would make the device wait."""
 
 
 class TrainingLoop:
@@ -74,15 +71,15 @@ class TrainingLoop:
         self._stats, self._decided_upon = StepStats(world.device), NOTHING
         self._memory = MemoryWatch(world.device)
         self._interval_s = 0.0
-        self._measuring = Measuring(measure_every, world)
-        self._lone = lone
+        self._finite = FiniteWatch(self._stats, step, world.device)
+        self._measuring = Measuring(measure_every, world, lone)
         self._lr_scale, self._plan_version = 1.0, 0
         self._last_lr, self._last_scale = base_lr(step.optimizers[0]), 1.0
         self._current: StepBatch | None = None
         self._pass: object = None
         self._drawn = 0
-        self._started = self._looked = self._ended = self._interval_started = time.perf_counter()
-        self._probed = False
+        self._started = self._ended = self._interval_started = time.perf_counter()
+        self._is_loss_checked = False
         self._notes: list[str] = []
         self.progress = progress or Progress()
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -166,7 +163,7 @@ class TrainingLoop:
         """
         if batch is not self._current:
             raise RuntimeError("allowed: step() once, for the batch that was handed out last")
-        self._probe(batch, loss_fn)
+        self._check_loss(batch, loss_fn)
         progress = self.progress
         seen = progress.epoch + batch.first_row / self._feed.num_rows
         adjustment = self._scaling.at(batch.plan.global_batch_size, self._ramped(), seen)
@@ -188,7 +185,7 @@ class TrainingLoop:
             schedule.after_step(
                 progress.epoch, progress.rows_in_epoch, applied=result.applied, gain=progress.gain
             )
-        self._look_for_spoilt_weights()
+        self._finite.look(progress.epoch)
         return result
 
     def _ramped(self) -> float:
@@ -198,28 +195,16 @@ class TrainingLoop:
 
     def _run(self, batch: StepBatch, loss_fn: LossFn, adjustment: Adjustment) -> StepResult:
         measuring = self._measuring
-        measure = self._to_measure(batch)
+        measure = measuring.of_step(self.progress.step, batch.rows, batch.num_micro_batches)
         with (measuring.measured_steps if measure == "pieces" else measuring.plain_steps).timing():
             return self._step.run(
-                batch.micro_batches(split=self._splits(measure)),
+                batch.micro_batches(split=measuring.splits(measure)),
                 loss_fn,
                 rows=batch.rows,
                 adjustment=adjustment,
                 measure=measure,
                 stopwatch=measuring.own,
             )
-
-    def _splits(self, measure: Measure | None) -> bool:
-        return measure == "pieces" and self._lone == "split" and self._world.size == 1
-
-    def _to_measure(self, batch: StepBatch) -> Measure | None:
-        step, due = self.progress.step, self._measuring.due
-        pieces = self._world.size > 1 or batch.num_micro_batches > 1 or self._lone == "split"
-        if pieces and batch.rows > 1:
-            return "pieces" if due(step) else None
-        if self._lone == "none":
-            return None
-        return "successive" if due(step) else "keep" if due(step + 1) else None
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -252,8 +237,8 @@ class TrainingLoop:
 
     def _interval(self, now: float, *, ends_pass: bool) -> tuple[Interval, Totals]:
         totals = self._stats.take()  # waits for the device, so the time is the real one
-        self._refuse_spoilt_weights(totals)
         progress = self.progress
+        self._finite.refuse(totals, progress.epoch)
         steps = progress.step - progress.decided_step
         seconds = now - self._interval_started + self._interval_s
         _, slowest, fullest = self._reduce(0, seconds)
@@ -336,40 +321,18 @@ class TrainingLoop:
         self._drawn = self.progress.rows_in_epoch if self._world.rank == 0 else 0
         self._started = self._ended = time.perf_counter()
 
-    def _probe(self, batch: StepBatch, loss_fn: LossFn) -> None:
+    def _check_loss(self, batch: StepBatch, loss_fn: LossFn) -> None:
         """Once per process: is the loss a sum?
 
         On all ranks alike, as soon as each has two rows: a loss may hold a collective of its own.
         """
         most = min(PROBE_ROWS, batch.plan.micro_batch_size)
-        if self._probed or most < 2 or batch.rows // self._world.size < 2:
+        if self._is_loss_checked or most < 2 or batch.rows // self._world.size < 2:
             return
-        self._probed = True
+        self._is_loss_checked = True
         doubt = check_loss_is_sum(loss_fn, batch.probe(most), self._model, self._step.autocast())
         if doubt is not None:
             self._notes.append(f"whether the loss is a sum could not be told: {doubt}")
-
-    def _look_for_spoilt_weights(self) -> None:
-        """Every step where that is free, else now and then, so that no hours are lost.
-
-        Raises:
-            FloatingPointError: a step was not finite.
-        """
-        if self._step.skips_nonfinite:
-            return
-        if self._world.device.type != "cpu":
-            # The decision to wait for the device is each rank's own; what it then finds is the same.
-            if time.perf_counter() - self._looked < LOOK_EVERY_S:
-                return
-            self._looked = time.perf_counter()
-        bad = self._stats.first_bad_step()
-        if bad is not None:
-            _stop(bad, self.progress.epoch)
-
-    def _refuse_spoilt_weights(self, totals: Totals) -> None:
-        if totals.first_bad_step is None or (self._step.skips_nonfinite and totals.num_finite_steps):
-            return
-        _stop(totals.first_bad_step, self.progress.epoch)
 
     def _reduce(self, rows: int, seconds: float) -> tuple[int, float, float]:
         """Rows over all ranks, slowest time, fullest memory."""
@@ -382,10 +345,3 @@ class TrainingLoop:
     def _synchronise_buffers(self) -> None:
         for buffer in self._model.buffers():
             self._world.broadcast_(buffer.data)
-
-
-def _stop(step: int, epoch: int) -> NoReturn:
-    raise FloatingPointError(
-        f"loss or gradient was not finite in step {step} (epoch {epoch}); start again with a smaller "
-        "optimizer.lr, or resume with clip_grad_norm, a lower lr.max_scale or on_nonfinite: skip"
-    )

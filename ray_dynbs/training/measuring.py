@@ -3,61 +3,19 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 import torch
 
+from ray_dynbs.core.estimators.pieces import Lone
+from ray_dynbs.training.noise import Measure
+from ray_dynbs.training.stopwatch import Stopwatch
 from ray_dynbs.training.world import World
 
 BUDGET = 0.02
 """Share of step time that measuring may cost, amortised."""
-FIRST_SPLIT_EVERY, MOST_EVERY, MOST_EVENTS = 10, 1_000, 50
+FIRST_SPLIT_EVERY, MOST_EVERY = 10, 1_000
 Every = int | Literal["auto"] | None
-
-
-class Stopwatch:
-    """Seconds per use of a piece of work, on a device that works on its own too.
-
-    Args:
-        device: Whose time counts.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_device = device.type == "cuda"
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._total_s, self._uses = 0.0, 0
-
-    @contextmanager
-    def timing(self, *, only: bool = True) -> Iterator[None]:
-        """Time one use; on a GPU by events, only the first ones, which are read when the device is done.
-
-        Args:
-            only: Time it only where this holds.
-        """
-        if only and not self._on_device:
-            started = time.perf_counter()
-            yield
-            self._total_s += time.perf_counter() - started
-            self._uses += 1
-            return
-        if not only or len(self._events) >= MOST_EVENTS:
-            yield
-            return
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        yield
-        end.record()
-        self._events.append((start, end))
-
-    def mean_s(self) -> float | None:
-        """Seconds per use so far, ``None`` without one; after the device has finished."""
-        if self._on_device:
-            times = [start.elapsed_time(end) / 1e3 for start, end in self._events]
-            return sum(times) / len(times) if times else None
-        return self._total_s / self._uses if self._uses else None
 
 
 class Measuring:
@@ -66,10 +24,11 @@ class Measuring:
     Args:
         every: Every so many steps; ``auto`` keeps the cost at :data:`BUDGET` of step time; ``None`` never.
         world: The ranks.
+        lone: What to do on one rank where a step is a lone micro-batch.
     """
 
-    def __init__(self, every: Every, world: World) -> None:
-        self._auto, self._world = every == "auto", world
+    def __init__(self, every: Every, world: World, lone: Lone = "none") -> None:
+        self._auto, self._world, self._lone = every == "auto", world, lone
         # Ranks are pieces already; one rank may have to split its micro-batch for them, which costs more.
         first = 1 if world.size > 1 else FIRST_SPLIT_EVERY
         self.every: int | None = first if every == "auto" else every
@@ -83,6 +42,25 @@ class Measuring:
     def due(self, step: int) -> bool:
         """Whether a step, counted from 0 over the run, is measured."""
         return self.every is not None and step % self.every == 0
+
+    def of_step(self, step: int, rows: int, num_micro_batches: int) -> Measure | None:
+        """What to measure of a step.
+
+        Args:
+            step: Counted from 0 over the run.
+            rows: Of it, over all ranks.
+            num_micro_batches: Of this rank.
+        """
+        pieces = self._world.size > 1 or num_micro_batches > 1 or self._lone == "split"
+        if pieces and rows > 1:
+            return "pieces" if self.due(step) else None
+        if self._lone == "none":
+            return None
+        return "successive" if self.due(step) else "keep" if self.due(step + 1) else None
+
+    def splits(self, measure: Measure | None) -> bool:
+        """Whether a lone micro-batch is cut in two for that."""
+        return measure == "pieces" and self._lone == "split" and self._world.size == 1
 
     def adapt(self, steps: int) -> None:
         """At a pass's end, on every rank: measure more or less often from now on.

@@ -15,7 +15,7 @@ import torch
 
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.training.gradients import FlatGradients
-from ray_dynbs.training.measuring import Stopwatch
+from ray_dynbs.training.stopwatch import Stopwatch
 from ray_dynbs.training.world import World
 
 Measure = Literal["pieces", "successive", "keep"]

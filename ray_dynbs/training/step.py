@@ -20,9 +20,9 @@ from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.lr import Adjustment
 from ray_dynbs.training.gradients import FlatGradients
 from ray_dynbs.training.lr import adjusted
-from ray_dynbs.training.measuring import Stopwatch
 from ray_dynbs.training.noise import Measure, NoiseMeter, Pieces
 from ray_dynbs.training.precision import MixedPrecision
+from ray_dynbs.training.stopwatch import Stopwatch
 from ray_dynbs.training.world import World
 
 Batch = Any

@@ -219,7 +219,7 @@ def test_successive_steps_stand_in_for_pieces_and_say_so() -> None:
 
 def test_successive_steps_follow_the_measuring_cadence_and_forget_at_a_place_to_resume_from() -> None:
     model, loop = training_loop(table(60), BatchPlan.fit(5, 1))
-    loop._lone, loop._measuring = "successive", Measuring(4, World.current())
+    loop._measuring = Measuring(4, World.current(), "successive")
     counts = []
     for batch in loop.batches():
         loop.step(batch, squared_error(model))
