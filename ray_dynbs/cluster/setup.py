@@ -12,6 +12,7 @@ import torch
 from ray_dynbs.cluster.data import Blocks, fetch
 from ray_dynbs.config import Config
 from ray_dynbs.core.lr import ScheduleProgress
+from ray_dynbs.core.plan import tightest
 from ray_dynbs.core.probed import ProbeResult
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.trial import check_on_rows
@@ -135,12 +136,13 @@ class Parts:
                     self.config, self.task, self.state.model, self.validation, device=self.world.device
                 )
 
-    def evaluate(self, micro_batch_size: int) -> dict[str, float]:
+    def evaluate(self, micro_batch_size: int, most: int | None = None) -> dict[str, float]:
         """Mean loss and metrics over the validation rows; empty without any.
 
         Args:
-            micro_batch_size: Rows that fit in a training forward; evaluation, which keeps no
-                activations, takes twice that unless the configuration says otherwise.
+            micro_batch_size: Rows in a training forward; evaluation, which keeps no activations, takes
+                twice that unless the configuration says otherwise.
+            most: Most rows known to fit in a training forward, and so in any.
         """
         if self.validation is None:
             return {}
@@ -148,7 +150,7 @@ class Parts:
             self.validation,
             rank=self.world.rank,
             world_size=self.world.size,
-            batch_size=self.config.evaluate.batch_size or 2 * micro_batch_size,
+            batch_size=self.config.evaluate.batch_size or tightest(2 * micro_batch_size, most) or 1,
             device=self.world.device,
         )
         return evaluate(

@@ -99,6 +99,7 @@ class Worker:
         self._parts, self._run, self._keep, self._probes = parts, run, keep, probes
         self._config, self._world = parts.config, parts.world
         self._best: float | None = None
+        self._fits: int | None = None
         self._validation: dict[str, float] = {}
         self._validated: dict[str, float] = {}
         self._parts.check_metrics()
@@ -128,6 +129,7 @@ class Worker:
             if key not in self._probes:
                 self._probes[key] = self._parts.probe_memory(self._step)
             found = self._probes[key]
+        self._fits = found.largest
         self._agreement.notes += found.notes()
         return found.ceiling
 
@@ -177,7 +179,7 @@ class Worker:
         """Loss and metrics over the validation rows; the best model so far is kept."""
         progress = self._loop.progress
         progress.evaluated_step, progress.evaluated_samples = progress.step, progress.samples_seen
-        found = self._parts.evaluate(self._agreement.decision.plan.micro_batch_size)
+        found = self._parts.evaluate(self._agreement.decision.plan.micro_batch_size, self._fits)
         self._keep_best(found)
         return found
 

@@ -287,7 +287,9 @@ class EvaluateSection(Section):
     """Validation."""
 
     every: EveryKey = Field("epoch", description="when: at every epoch's end, and {steps: N} or {samples: N}")
-    batch_size: Rows | None = Field(None, description="rows per worker and forward; twice the micro-batch")
+    batch_size: Rows | None = Field(
+        None, description="rows per worker and forward; twice the micro-batch, if as many fit"
+    )
 
     @model_validator(mode="after")
     def _sound(self) -> EvaluateSection:
