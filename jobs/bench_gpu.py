@@ -54,16 +54,14 @@ class Ending:
 
     def __init__(self, gauge: Gauge, room_bytes: int) -> None:
         self._gauge = gauge
-        self._usable = gauge.rest().used_bytes + room_bytes
+        gauge.reset()
+        self._usable = gauge.peak().used_bytes + room_bytes
 
     def reset(self) -> None:
         self._gauge.reset()
 
     def peak(self) -> Peak:
         return Peak(self._gauge.peak().used_bytes, self._usable)
-
-    def rest(self) -> Peak:
-        return Peak(self._gauge.rest().used_bytes, self._usable)
 
 
 class Setup:
@@ -115,6 +113,12 @@ class Setup:
             fits, fails = (middle, fails) if runner.run(middle).fits else (fits, middle)
         return fits
 
+    def bytes_per_row(self, rows: int) -> float:
+        """From the peaks of two sizes, of which this is the larger one."""
+        runner = SizeRunner(self.step, self.world, self.gauge, self.loss, self.make_batch)
+        half = runner.run(rows // 2).peak_bytes or 0.0
+        return ((runner.run(rows).peak_bytes or 0.0) - half) / (rows - rows // 2)
+
     def step_s(self, rows: int) -> float:
         """Seconds of one step of so many rows, after one that warms up."""
         for _ in range(2):
@@ -131,12 +135,11 @@ def in_use_elsewhere(device: torch.device) -> tuple[float, str]:
     if device.type != "cuda":
         memory = psutil.virtual_memory()
         return float(memory.total - memory.available), "psutil"
-    command = ["nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     command.append(f"--id={uuid if uuid.startswith('GPU-') else f'GPU-{uuid}'}")
     text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    total, free = (float(word) for word in text.split(","))
-    return (total - free) * 2**20, "nvidia-smi"
+    return float(text) * 2**20, "nvidia-smi"
 
 
 def readings(device: torch.device) -> dict[str, Any]:
@@ -148,7 +151,7 @@ def readings(device: torch.device) -> dict[str, Any]:
     return case("memory in use by anybody", "GiB", ours / GIB, theirs / GIB, name)
 
 
-def probes(world: World, *, quick: bool) -> list[dict[str, Any]]:
+def probes(world: World) -> list[dict[str, Any]]:
     """How close, how long, how fast, and what recomputing saves."""
     on_gpu = world.device.type == "cuda"
     sizes = LARGE if on_gpu else SMALL
@@ -168,14 +171,12 @@ def probes(world: World, *, quick: bool) -> list[dict[str, Any]]:
             "the largest",
         ),
     ]
-    if not quick or not on_gpu:
-        del setup
-        free_memory(world.device)
-        saving = Setup(world, sizes, recomputes=True)
-        more, _ = saving.probe()
-        rows.append(
-            case("rows that fit, activations computed again", "rows", more.largest, result.largest, "kept")
-        )
+    taken = setup.bytes_per_row(max(result.largest // 4, 1))
+    del setup
+    free_memory(world.device)
+    saving = Setup(world, sizes, recomputes=True).bytes_per_row(max(result.largest // 4, 1))
+    title = "memory for each row, activations computed again"
+    rows.append(case(title, "MiB", saving / 2**20, taken / 2**20, "activations kept"))
     return rows
 
 
@@ -201,13 +202,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="leave out recomputing on a GPU")
+    parser.add_argument("--quick", action="store_true", help="the same: it is short as it is")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
     arguments = parser.parse_args()
     started = time.perf_counter()
     world = World.current("cuda:0" if torch.cuda.is_available() else "cpu")
     reading = read_memory(world.device)
-    results = [readings(world.device), *probes(world, quick=arguments.quick)]
+    results = [readings(world.device), *probes(world)]
     title = f"{reading.source}, {reading.total_bytes / GIB:.1f} GiB"
     if world.device.type == "cuda":
         title += f", expandable segments: {'yes' if expandable() else 'no'}"

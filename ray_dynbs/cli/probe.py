@@ -24,6 +24,9 @@ from ray_dynbs.tasks.preflight import Preflight, preflight
 if TYPE_CHECKING:
     from ray_dynbs.cluster.probing import ProbeReport
 
+VISIBLE = 0.01
+"""Part of the memory that rows have to take for a line through the peaks to be more than scatter."""
+
 
 def probe_command(config: Config, *, plot: Path | None, verbose: bool) -> int:
     """Probe, print, and return the exit code.
@@ -53,6 +56,7 @@ def _probe(config: Config, found: Preflight, plot: Path | None) -> int:
     from ray_dynbs.cluster.data import prepare_run
     from ray_dynbs.cluster.probing import run_probe
 
+    typer.echo("probing: some steps at each of several sizes", err=True)
     data = prepare_run(config, found)
     config = with_class_counts(config, data.blocks["train"])
     try:
@@ -65,6 +69,7 @@ def _probe(config: Config, found: Preflight, plot: Path | None) -> int:
         return INTERRUPTED
     measured = Measured(
         largest=report.result.largest,
+        fills_memory=report.result.limit == "memory",
         knee=report.result.knee,
         noise_scale=report.noise_scale,
         class_floor=_class_floor(config),
@@ -93,7 +98,8 @@ def _marked(result: ProbeResult) -> list[tuple[SizeTried, str]]:
     for tried in sorted(result.tried, key=lambda each: each.micro_batch_size):
         rows = tried.micro_batch_size
         marks = {
-            "largest that fits": rows == result.largest,
+            "largest that fits": rows == result.largest and result.limit == "memory",
+            "largest tried": rows == result.largest and result.limit != "memory",
             "knee: as fast as any": rows == result.knee,
             "surely faster than the largest": rows == result.fastest < result.largest,
             "out of memory": tried.fraction is None,
@@ -119,7 +125,7 @@ def _print(measured: Measured, report: ProbeReport) -> None:
         f"memory: the peak, others' included, of {gib(result.usable_bytes)} that may be used with headroom "
         f"left free, on {where}"
     )
-    if result.line is not None:
+    if result.line is not None and result.line[1] * result.largest > VISIBLE * result.usable_bytes:
         typer.echo(f"  about {gib(result.line[0])}, and {result.line[1] / 2**20:,.3g} MiB for each row")
     limit = {"memory": "no more fit", "time": "more would take too long to try", None: "no limit was met"}
     typer.echo(
@@ -129,8 +135,8 @@ def _print(measured: Measured, report: ProbeReport) -> None:
         typer.echo(f"class coverage: at least {measured.class_floor} rows in a batch")
     plan, reasons = recommend(measured)
     typer.echo(
-        f"recommended: batch.initial {plan.global_batch_size}, micro-batches of {plan.micro_batch_size} "
-        f"rows, {plan.grad_accum_steps} per step and worker"
+        f"recommended: batch.initial {plan.global_batch_size}, micro-batches of at most "
+        f"{plan.micro_batch_size} rows, {plan.grad_accum_steps} per step and worker"
     )
     for reason in reasons:
         typer.echo(f"  {reason}")

@@ -6,6 +6,7 @@ here come the batches, in the size decided, and the step, which splits and reduc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.training.feed import IndexedFeed, StepBatch
 from ray_dynbs.training.loop import TrainingLoop
+from ray_dynbs.training.probe import unless_it_fails
 from ray_dynbs.training.reports import EpochReport
 from ray_dynbs.training.step import LossFn, StepResult
 from ray_dynbs.training.world import World
@@ -255,9 +257,10 @@ class Run:
             return
         agreement = self._agreement
         known, fresh = agreement.state["micro_ceiling"], self._restored is None
-        found = self._parts.probe_memory(self._feed, loss_fn, known=known, sweep=fresh)
-        agreement.notes += found.notes()
-        if found.ceiling is not None:
+        probe = functools.partial(self._parts.probe_memory, self._feed, loss_fn, known=known, sweep=fresh)
+        found, notes = unless_it_fails(probe)
+        agreement.notes += notes
+        if found is not None and found.ceiling is not None:
             agreement.learn(found.ceiling)
             batch.cut(agreement.decision.plan)
 

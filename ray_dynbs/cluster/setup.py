@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +105,7 @@ class Parts:
         start, most = config.probed_sizes(
             num_rows=self.feed.num_rows, world_size=world.size, fewest=fewest, known=known
         )
+        self.state.model.train()  # as every epoch begins
         gauge = MemoryGauge(world, config.memory.headroom, self.share)
         probe = Probe(self.state.model, step, self.state.precision, world, gauge)
         return probe.find(self.loss, self.feed.largest, start=start, most=most, sweep=sweep)
@@ -116,7 +116,7 @@ class Parts:
         parts = {"task", "task_args", "precision", "clip_grad_norm", "optimizer", "data", "memory"}
         chosen = self.config.model_dump(include=parts)
         chosen["optimizer"].pop("lr")
-        return json.dumps([chosen, self.config.batch.max], sort_keys=True)
+        return repr([chosen, self.config.batch.max])
 
     def loss(self, batch: TensorBatch) -> tuple[Any, ...]:
         """The task's loss of a micro-batch."""

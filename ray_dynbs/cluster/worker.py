@@ -24,6 +24,7 @@ from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.probed import ProbeResult
 from ray_dynbs.storage.run_directory import MODEL, RunDirectory
 from ray_dynbs.training.loop import TrainingLoop
+from ray_dynbs.training.probe import unless_it_fails
 from ray_dynbs.training.reports import EpochReport, Progress
 from ray_dynbs.training.world import World
 
@@ -121,17 +122,21 @@ class Worker:
         """
         if self._config.memory.probe == "off":
             return None
+        found, notes = unless_it_fails(lambda: self._probe(state))
+        self._agreement.notes += notes
+        if found is None:
+            return None
+        self._fits = found.largest
+        return found.ceiling
+
+    def _probe(self, state: dict[str, Any] | None) -> ProbeResult:
         if self._probes is None:
             known = None if state is None else state["micro_ceiling"]
-            found = self._parts.probe_memory(self._step, known=known, sweep=state is None)
-        else:
-            key = self._parts.memory_key
-            if key not in self._probes:
-                self._probes[key] = self._parts.probe_memory(self._step)
-            found = self._probes[key]
-        self._fits = found.largest
-        self._agreement.notes += found.notes()
-        return found.ceiling
+            return self._parts.probe_memory(self._step, known=known, sweep=state is None)
+        key = self._parts.memory_key
+        if key not in self._probes:
+            self._probes[key] = self._parts.probe_memory(self._step)
+        return self._probes[key]
 
     @property
     def progress(self) -> Progress:

@@ -5,8 +5,8 @@ algorithm of a library, a buffer that grows). Every size that is returned has be
 next is extrapolated.
 
 Where running out raises an error, the search may go beyond the limit. Where it ends the process (the host's
-memory: the kernel kills, or Ray does), it comes from below, and never goes where twice the slope would end
-it.
+memory: the kernel kills, or Ray does), it comes from below, and never goes where twice the slope, or a peak
+that grows with the square of the rows, would end it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ TOLERANCE = 0.03
 """How far below the true maximum an answer may lie, as a fraction of it."""
 MOST_TRIES = 8
 """Sizes after which the best one so far is taken."""
-_MOST_TRIES_FROM_BELOW, _LARGEST_STRIDE = 16, 8
+_MOST_TRIES_FROM_BELOW, _LARGEST_STRIDE = 24, 8
 """Where running out ends the process: sizes, and how many times the last one the next may be."""
+_FAR_OFF, _MOST_TRIES_FAR_OFF = 0.9, 12
+"""Where the answer so far is less than this fraction of what failed, the search goes on for so many sizes."""
+_STEP_BACK = 0.985
+"""Where a line says that a size failed by less, so much of it is tried: allocators take memory in blocks."""
 _BEND = 2.0
 """By what factor the slope may change."""
 _STRAIGHT = 1.05
@@ -68,7 +72,7 @@ class MicroBatchSearch:
     @property
     def is_limited(self) -> bool:
         """Whether memory sets a limit: it was run into, or is known to lie below :attr:`most`."""
-        return self.best is None or self.best < self.most
+        return self.best is None or self.best < self.most or bool(self._failing)
 
     @property
     def best(self) -> int | None:
@@ -84,7 +88,7 @@ class MicroBatchSearch:
         Args:
             rows: The size.
             peak_bytes: Its peak; ``None`` (or no finite number) where it ran out of memory.
-            rest_bytes: What is held afterwards, without any rows.
+            rest_bytes: What a step without any rows would take.
         """
         self._rest = rest_bytes
         # With two sizes that fit, a failure was no guess but a prediction: the slope changes below it.
@@ -102,9 +106,7 @@ class MicroBatchSearch:
             return min(self.start if self.ends_at_bytes is None else self.least, self.most)
         fitting, failing = self._fitting, self._failing
         low, upper = max(fitting, default=self.least - 1), min(failing, default=self.most + 1) - 1
-        most_tries = MOST_TRIES if self.ends_at_bytes is None else _MOST_TRIES_FROM_BELOW
-        most_tries = _MOST_TRIES_BLIND if self._is_blind else most_tries
-        if low >= upper or (fitting and len(self.peaks) >= most_tries):
+        if low >= upper or (fitting and len(self.peaks) >= self._most_tries):
             return self._settle(low)
         if not fitting:
             return self.least  # smaller by far than what failed: from there the slope is known soon
@@ -113,19 +115,31 @@ class MicroBatchSearch:
         else:
             rows = self._second(low, upper) if len(fitting) == 1 else self._next(low, upper)
             rows = self._within_reach(rows, low)
-        return None if rows is None or rows in self.peaks else min(rows, upper)
+        rows = None if rows is None else min(rows, upper)
+        return None if rows in self.peaks else rows
 
     def _within_reach(self, rows: int | None, low: int) -> int | None:
         """No further than twice the slope so far may go without ending the process; ``None`` for no step."""
         if rows is None or self.ends_at_bytes is None or self._failing:
             return rows
-        slope = (self._peak(low) - self._rest) / low
+        taken, left = max(self._peak(low) - self._rest, 0.0), self.ends_at_bytes - self._peak(low)
+        slope = taken / low
         if len(self._fitting) > 1:
             slope = max(slope, self._slope(self._fitting[-2], low))
-        far = _LARGEST_STRIDE * low
-        if slope > 0:
-            far = min(far, int(low + (self.ends_at_bytes - self._peak(low)) / (slope * _BEND)))
+        straight = int(low + left / (slope * _BEND)) if slope > 0 else 2 * low
+        squared = int(low * math.sqrt(1 + left / taken)) if taken > 0 else _LARGEST_STRIDE * low
+        far = min(squared, straight, _LARGEST_STRIDE * low)
         return min(rows, far) if far > low else None
+
+    @property
+    def _most_tries(self) -> int:
+        fitting, failing = self._fitting, self._failing
+        if self._is_blind:
+            return _MOST_TRIES_BLIND
+        if self.ends_at_bytes is not None:
+            return _MOST_TRIES_FROM_BELOW
+        far_off = bool(failing) and max(fitting, default=0) < _FAR_OFF * failing[0]
+        return _MOST_TRIES_FAR_OFF if far_off else MOST_TRIES
 
     @property
     def _is_blind(self) -> bool:
@@ -183,7 +197,7 @@ class MicroBatchSearch:
         before = self._fitting[-2]
         slope, room = self._slope(before, low), self.target_bytes - self._peak(low)
         if slope <= 0:
-            return 8 * low
+            return self._within(8 * low, low, upper + 1, 0.0) if self._failing else 8 * low
         steepest, flattest = slope * _BEND, slope if self._bend_is_behind else slope / _BEND
         if low + room / flattest <= (1 + TOLERANCE) * low:
             return None
@@ -200,7 +214,8 @@ class MicroBatchSearch:
     def _within(self, rows: int, low: int, high: int, safe: float) -> int:
         """A size between one that fits and one that fails, given what the slope below predicts."""
         if self.peaks[high] is not None:
-            return rows if rows < high else self._from_above() or self._between(low, high)
+            rows = rows if rows < high else self._from_above() or self._between(low, high)
+            return max(min(rows, int(_STEP_BACK * high)), min(low + 1, high - 1))
         if rows < high and not (self._surprised and rows > low + _NEAR * (high - low)):
             return rows
         return int(low + safe + _CAREFUL * max(high - 1 - low - safe, 0.0))

@@ -18,6 +18,7 @@ class Measured:
 
     Attributes:
         largest: Most rows that fit in one forward/backward on every rank.
+        fills_memory: Whether it is memory that sets this limit, and not the configuration.
         knee: The smallest size within 5 % of the best speed.
         noise_scale: As training begins, rows; ``None`` where it was not measured.
         class_floor: Smallest batch that shows every class; ``None`` without such a guard.
@@ -28,6 +29,7 @@ class Measured:
     """
 
     largest: int
+    fills_memory: bool
     knee: int
     noise_scale: Estimate | None
     class_floor: int | None
@@ -56,8 +58,9 @@ def recommend(measured: Measured) -> tuple[BatchPlan, tuple[str, ...]]:
     ceiling = min(measured.knee, measured.largest)
     plan = BatchPlan.fit(size, measured.world_size, ceiling)
     if plan.micro_batch_size < plan.largest_share:
-        why = "as fast as any that fit" if ceiling == measured.knee < measured.largest else "no more fit"
-        reasons.append(f"micro-batches of {ceiling} rows: {why}")
+        why = "no more fit" if measured.fills_memory else "no more were allowed"
+        why = "as fast as any that fit" if ceiling == measured.knee < measured.largest else why
+        reasons.append(f"micro-batches of at most {ceiling} rows: {why}")
     else:
         reasons.append(f"a share of {plan.largest_share} rows fits in one forward")
     return plan, tuple(reasons)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,8 @@ from torch.utils.data import (
 
 from ray_dynbs.core.errors import ConfigError
 
-LOOK_S = 2.0
-"""How long to look for the largest row."""
+MOST_LOOKED_AT = 256
+"""Rows among which the largest one is looked for."""
 _PLAIN_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
 
 
@@ -78,17 +79,16 @@ class DatasetStore:
         return self._collate([self._dataset[int(row)] for row in rows])
 
     def largest_row(self) -> int:
-        """The row with the most numbers in it, of those that can be looked at in :data:`LOOK_S`.
+        """The row with the most numbers in it, of :data:`MOST_LOOKED_AT`.
 
-        They are looked at from all over the data set, which may be sorted by size.
+        They are looked at from all over the data set, which may be sorted by size; always the same ones,
+        since a data set may draw random numbers of its own.
         """
-        largest, most, until = 0, -1, time.monotonic() + LOOK_S
-        for row in _scattered(self.num_rows):
+        largest, most = 0, -1
+        for row in itertools.islice(_scattered(self.num_rows), MOST_LOOKED_AT):
             size = _numbers_in(self.gather(np.array([row])))
             if size > most:
                 largest, most = row, size
-            if time.monotonic() > until:
-                break
         return largest
 
 
@@ -104,10 +104,12 @@ def _numbers_in(batch: Any) -> int:
     """How many numbers a batch holds, in whatever lists, tuples and dictionaries."""
     if isinstance(batch, torch.Tensor):
         return batch.numel()
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):  # transformers' batches too
         return sum(_numbers_in(value) for value in batch.values())
     if isinstance(batch, list | tuple):
         return sum(_numbers_in(value) for value in batch)
+    if dataclasses.is_dataclass(batch):
+        return sum(_numbers_in(value) for value in vars(batch).values())
     return 0
 
 

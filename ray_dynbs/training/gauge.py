@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 
 from ray_dynbs.training.memory import PeakMeter, read_memory, usable_fraction
-from ray_dynbs.training.oom import empty_cache
 from ray_dynbs.training.world import World
 
 
@@ -48,9 +47,6 @@ class Gauge(Protocol):
     def peak(self) -> Peak:
         """Since then, over all ranks that share the memory with this one; on every rank at the same time."""
 
-    def rest(self) -> Peak:
-        """The same of what is held now."""
-
 
 class MemoryGauge:
     """The device's memory, with what other processes hold of it; on the CPU the host's or container's.
@@ -85,15 +81,7 @@ class MemoryGauge:
 
         Where the allocator had to give back what it kept, to go on, the memory was full.
         """
-        return self._ours(self._meter.peak_bytes(), self._meter.retries)
-
-    def rest(self) -> Peak:
-        """What the ranks hold of this memory now, and what others held before."""
-        empty_cache(self._world.device)
-        return self._ours(self._meter.held_bytes())
-
-    def _ours(self, held_bytes: int, retries: int = 0) -> Peak:
-        mine = self._where, held_bytes, retries
+        mine = self._where, self._meter.peak_bytes(), self._meter.retries
         here = [
             (peak, retries)
             for where, peak, retries in self._world.gather_objects(mine)

@@ -56,6 +56,11 @@ class FlatGradients:
         self._views = self._per_parameter(self.flat)
         self._weights = None
 
+    @property
+    def largest_bytes(self) -> int:
+        """Of the gradient of the largest parameter."""
+        return max(view.nbytes for view in self._views)
+
     def _per_parameter(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views into a buffer laid out like the gradients."""
         pieces = flat.split([p.numel() for p in self.parameters])

@@ -72,7 +72,7 @@ def read_memory(device: torch.device) -> MemoryReading:
 
 
 def read_host_memory(limit: Limit | None = None) -> MemoryReading:
-    """Memory of the container, where its limit is below the host's memory; else of the host.
+    """Memory of the container or of the host, whichever has less room left.
 
     Ray's object store lies in shared memory, which both count as used.
 
@@ -81,7 +81,8 @@ def read_host_memory(limit: Limit | None = None) -> MemoryReading:
     """
     host, own = psutil.virtual_memory(), anonymous_bytes()
     limit = tightest_limit() if limit is None else limit
-    if limit.max_bytes is not None and limit.max_bytes < host.total:
+    room = host.available if limit.max_bytes is None else limit.max_bytes - limit.used_bytes
+    if limit.max_bytes is not None and limit.max_bytes < host.total and room <= host.available:
         return MemoryReading(limit.used_bytes, limit.max_bytes, own, limit.source, doubts=limit.doubts)
     return MemoryReading(host.total - host.available, host.total, own, "host", doubts=limit.doubts)
 
@@ -99,7 +100,8 @@ class MemoryWatch:
     def fraction(self) -> float:
         """In [0, 1]; 1 where the allocator had to retry since it was last asked, however it looks now."""
         reading = read_memory(self._device)
-        retried, self._retries = reading.retries > self._retries, reading.retries
+        # A probe begins the count anew.
+        retried, self._retries = reading.retries not in (0, self._retries), reading.retries
         return 1.0 if retried else reading.fraction
 
 
@@ -168,12 +170,6 @@ class PeakMeter:
         status = _status()
         mapped = status.get("RssFile", 0) + status.get("RssShmem", 0)
         return max((status.get("VmHWM") or _most_resident_bytes()) - mapped, anonymous_bytes())
-
-    def held_bytes(self) -> int:
-        """In bytes, now."""
-        if self._device.type == "cpu":
-            return anonymous_bytes()
-        return read_memory(self._device).own_bytes
 
     @property
     def retries(self) -> int:

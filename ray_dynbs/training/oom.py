@@ -11,7 +11,11 @@ import torch
 _MESSAGES = (
     "CUDA error: out of memory",
     "CUDA out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "MPS backend out of memory",

@@ -29,7 +29,7 @@ from ray_dynbs.training.world import World
 
 STEPS = 2
 """Steps per size: Adam's state appears in the first one; the last one is timed."""
-MOST_S = 30.0
+MOST_S = 10.0
 """Longest that a size may take to be tried, in seconds: a forward of a quarter of that gains nothing more."""
 MOST_HALVES = 8
 ROUNDS = 5
@@ -41,6 +41,27 @@ _FITS, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
 
 class OtherRankFailedError(RuntimeError):
     """A probe ended because another rank failed, which has the reason."""
+
+
+def unless_it_fails(probe: Callable[[], ProbeResult]) -> tuple[ProbeResult | None, list[str]]:
+    """What a probe found, and what to say of it; nothing where the loss fails, which a first step will tell.
+
+    It may be the probe's fault, whose batches are copies of the largest row.
+
+    Args:
+        probe: Probes, on every rank.
+
+    Raises:
+        ConfigError: not even one row fits.
+    """
+    try:
+        found = probe()
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001  # on all ranks alike
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return None, [f"memory: not probed, since the loss failed on copies of the largest row: {reason}"]
+    return found, found.notes()
 
 
 class Probe:
@@ -66,7 +87,13 @@ class Probe:
         self._world, self._gauge = world, gauge
 
     def find(
-        self, loss_fn: LossFn, make_batch: MakeBatch, *, start: int, most: int, sweep: bool = False
+        self,
+        loss_fn: LossFn,
+        make_batch: MakeBatch,
+        *,
+        start: int,
+        most: int,
+        sweep: bool = False,
     ) -> ProbeResult:
         """Search, on every rank alike; afterwards everything is as it was.
 
@@ -84,12 +111,12 @@ class Probe:
         runner = SizeRunner(self._step, self._world, self._gauge, loss_fn, make_batch)
         before = Snapshot(self._model, self._step.optimizers, self._precision, self._world.device)
         try:
-            self._model.train()
+            runner.settle(before)
             free_memory(self._world.device)
             least = min(_least(self._model), most)
             start = max(start, least)
             if self._gauge.ends_at is not None:
-                least = _first_that_runs(least, start, runner)
+                least = _first_that_runs(least, start, runner, before)
             search = MicroBatchSearch(start, most, 1.0, least, self._gauge.ends_at)
             too_long = _search(search, runner, before)
             fastest = search.best
@@ -136,7 +163,23 @@ class SizeRunner:
         self.tried: list[SizeTried] = []
         self.doubts: list[str] = []
         self.is_spoilt = False
+        self._rest = 0.0
         self.usable_bytes = math.nan
+
+    def settle(self, before: Snapshot) -> None:
+        """Take a step without any rows: optimizers make their state, and what it takes is no rows' doing.
+
+        Args:
+            before: Put back first, and where it fails: a real step will say what is wrong.
+        """
+        before.restore()
+        self._gauge.reset()
+        try:
+            with self._step.alone():
+                self._step.run([], self._loss_fn, rows=1, adjustment=STILL)
+        except Exception:  # noqa: BLE001
+            before.restore()
+        self._rest = self._fullest(self._gauge.peak()).used_bytes
 
     def add(self, rows: int) -> SizeTried:
         """Run a size, and keep what came of it."""
@@ -151,15 +194,20 @@ class SizeRunner:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             self.doubts.append(f"{rows} rows in one forward are not taken, since they failed: {reason}")
             self.tried.append(SizeTried(rows, None, None))
-            return self.tried[-1]
+        free_memory(self._world.device)  # the error held the tensors of its step, and itself
+        return self.tried[-1]
 
     def fails(self, rows: int) -> bool:
         """Whether a size fails by something else than memory, on any rank."""
         try:
             self.run(rows)
         except Exception:  # noqa: BLE001  # what also befalls larger sizes is raised there
-            return True
-        return False
+            failed = True
+        else:
+            failed = False
+        if failed:
+            free_memory(self._world.device)
+        return failed
 
     def run(self, rows: int) -> SizeTried:
         """Run a size on all ranks.
@@ -185,8 +233,11 @@ class SizeRunner:
         return SizeTried(rows, peak.fraction, 2 * rows / max(slowest, 1e-9), peak.used_bytes)
 
     def rest(self) -> float:
-        """Held without any rows, over what may be used, on the fullest rank."""
-        return self._fullest(self._gauge.rest()).fraction
+        """What a step without any rows takes, over what may be used, on the fullest rank.
+
+        A backward makes dense gradients before it adds them up, of which the largest counts twice.
+        """
+        return (self._rest + 2 * self._step.gradients.largest_bytes) / self.usable_bytes
 
     def _fullest(self, peak: Peak) -> Peak:
         """Of all ranks' memories, the one that has the least left of what may be used."""
@@ -209,34 +260,37 @@ class SizeRunner:
         return seconds, None
 
 
-def _first_that_runs(least: int, start: int, runner: SizeRunner) -> int:
+def _first_that_runs(least: int, start: int, runner: SizeRunner, before: Snapshot) -> int:
     """The smallest size that the loss can do with at all, which may want pairs of rows; ``start`` at most."""
-    while least < start and runner.fails(least):
+    while least < start and (runner.fails(least) or runner.is_spoilt):
+        runner.settle(before)  # a loss of one row may be no number, and with it the weights
         least = min(2 * least, start)
     return least
 
 
 def _search(search: MicroBatchSearch, runner: SizeRunner, before: Snapshot) -> bool:
     """Try what the search proposes; returns whether it was cut short because sizes took too long."""
-    too_long = False
     while (rows := search.propose()) is not None:
         enough = _affordable(runner.tried)
-        if rows > enough:
-            too_long, search.most = True, max(search.best or search.least, enough)
-            if search.most in search.peaks:
+        if rows > enough:  # less is tried; if that turns out to be faster, more
+            if enough <= (search.best or 0) or enough in search.peaks:
+                search.most = search.best or search.least
                 return True
-            continue
+            rows = enough
         tried = runner.add(rows) if rows <= search.start else runner.try_to_add(rows)
         search.record(rows, tried.fraction, runner.rest())
         if tried.fraction is None or runner.is_spoilt:
-            before.restore()  # a step that was broken off may have left half of an optimizer's state
-    return too_long
+            runner.settle(before)  # a step that was broken off may have left half of an optimizer's state
+    return False
 
 
 def _affordable(tried: list[SizeTried]) -> int:
-    """The largest size that would not take longer than it may, by the best speed so far."""
+    """The largest size that would not take longer than it may, by the best speed so far.
+
+    A power of two, so that equal runs, whose timings differ by little, find the same.
+    """
     speeds = [each.samples_per_s for each in tried if each.samples_per_s is not None]
-    return int(min(MOST_S * max(speeds) / (2 * STEPS), 1e15)) if speeds else 10**15
+    return 1 << int(math.log2(max(MOST_S * max(speeds) / (2 * STEPS), 1))) if speeds else 1 << 50
 
 
 def _fastest(search: MicroBatchSearch, runner: SizeRunner, least: int) -> int:
@@ -246,8 +300,9 @@ def _fastest(search: MicroBatchSearch, runner: SizeRunner, least: int) -> int:
     for rows in halves:
         if rows >= least and rows not in search.peaks:
             runner.try_to_add(rows)
+    in_time = _affordable(runner.tried) // largest  # what takes long scatters little
     for rows in faster_sizes(runner.tried, largest):
-        rounds = [(runner.run(rows), runner.run(largest)) for _ in range(ROUNDS)]
+        rounds = [(runner.run(rows), runner.run(largest)) for _ in range(max(min(ROUNDS, in_time), 1))]
         if all((a.samples_per_s or 0) >= FASTER * (b.samples_per_s or math.inf) for a, b in rounds):
             return rows
     return largest
@@ -266,8 +321,9 @@ def _nothing_fits(runner: SizeRunner) -> str:
         needs = f"takes {_gib(one.peak_bytes)}, others' included"
     rows = "one row" if one.micro_batch_size == 1 else f"{one.micro_batch_size} rows"
     return (
-        f"a micro-batch of {rows} {needs}, where {_gib(runner.usable_bytes)} may be used: the model does not "
-        "fit; allowed: a smaller one, memory.activation_checkpointing, or more memory"
+        f"a micro-batch of {rows} {needs}, where {_gib(runner.usable_bytes)} may be used, memory.headroom "
+        "left free: the model does not fit; allowed: a smaller one, memory.activation_checkpointing, less "
+        "headroom, or more memory"
     )
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -151,15 +153,23 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = functools.partial(kind.forward, self)
-        if not torch.is_grad_enabled():
+        compiles = torch.compiler.is_compiling()  # which knows no contexts
+        if not torch.is_grad_enabled() or (compiles and _norms(self)):
             return plain(*args, **kwargs)
-        if not _norms(self):  # compiled models know no contexts
+        if compiles:
             return checkpoint(plain, *args, use_reentrant=False, **kwargs)
         contexts = functools.partial(_contexts, self)
         return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        return _empty, (kind,), vars(self)
+        """As the plain class does it, for copies and pickles, which know classes by name."""
+        recomputing, self.__class__ = type(self), kind
+        try:
+            reduced: Any = kind.__reduce_ex__(self, protocol)
+        finally:
+            self.__class__ = recomputing
+        make, arguments, *rest = reduced
+        return _made, (make, arguments), *rest
 
     own = {
         "forward": forward,
@@ -170,23 +180,38 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), own)
 
 
-def _empty(kind: type[nn.Module]) -> nn.Module:
-    """An instance to be filled: for copies and pickles, which know classes by name."""
-    recomputing = _recomputing(kind)  # type: ignore[arg-type]
-    return recomputing.__new__(recomputing)
+def _made(make: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
+    """An instance, still to be filled."""
+    made = make(*arguments)
+    made.__class__ = _recomputing(type(made))  # type: ignore[arg-type]
+    return made
 
 
 def _contexts(
     layer: nn.Module,
 ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Around the forward, and around its repetition."""
-    return contextlib.nullcontext(), _still(layer)
+    """Around the forward, and around its repetition, which draws the same random numbers."""
+    return contextlib.nullcontext(), _again(layer, random.getstate(), np.random.get_state())  # noqa: NPY002
 
 
 def _norms(layer: nn.Module) -> list[_NormBase]:
     """Those in it that keep running statistics of what they see."""
     norms = [each for each in layer.modules() if isinstance(each, _NormBase)]
     return [norm for norm in norms if norm.training and norm.track_running_stats]
+
+
+@contextlib.contextmanager
+def _again(layer: nn.Module, python: Any, numpy: Any) -> Iterator[None]:
+    """Python's and numpy's random numbers as they were; torch looks after its own."""
+    now = random.getstate(), np.random.get_state()  # noqa: NPY002
+    random.setstate(python)
+    np.random.set_state(numpy)  # noqa: NPY002
+    try:
+        with _still(layer):
+            yield
+    finally:
+        random.setstate(now[0])
+        np.random.set_state(now[1])  # noqa: NPY002
 
 
 @contextlib.contextmanager

@@ -21,8 +21,8 @@ class Snapshot:
     """What steps change, as it is now: in the model, the optimizers, the loss scaler, the random numbers.
 
     Of the model: parameters, buffers (also those that a forward makes or replaces), modes, and plain
-    attributes (numbers, words, tensors). What a task keeps elsewhere it keeps. Tensors are copied into
-    the host's memory.
+    attributes (numbers, words, tensors, generators; not what is in lists and dictionaries). What a task keeps
+    elsewhere it keeps. Tensors are copied into the host's memory.
 
     Args:
         model: The model.
@@ -64,32 +64,60 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class _Tensor:
+    """A tensor, and its content as it was."""
+
+    tensor: torch.Tensor
+    content: torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Tensor:
+        return cls(tensor, _copied(tensor))
+
+    def restored(self) -> torch.Tensor:
+        """The same object, with the content put back."""
+        if self.tensor.shape != self.content.shape:  # resized in place
+            self.tensor.data = self.content.to(self.tensor.device, copy=True)
+        elif not _is_expanded(self.tensor):  # else nobody can have written to it
+            self.tensor.data.copy_(self.content)
+        return self.tensor
+
+
+@dataclass(frozen=True)
 class _Module:
     """One module's own buffers and plain attributes, its mode among them."""
 
     module: torch.nn.Module
-    buffers: dict[str, tuple[torch.Tensor, torch.Tensor] | None]
-    attributes: Kept
+    buffers: dict[str, _Tensor | None]
+    tensors: dict[str, _Tensor]
+    generators: list[tuple[torch.Generator, torch.Tensor]]
+    plain: Kept
     names: frozenset[str]
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> _Module:
-        own = module._buffers
-        buffers = {name: None if each is None else (each, _copied(each)) for name, each in own.items()}
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, (*_PLAIN, torch.Tensor))}
-        return cls(module, buffers, _kept(plain), frozenset(vars(module)))
+        own, attributes = dict(module._buffers.items()), vars(module)
+        return cls(
+            module,
+            {name: None if each is None else _Tensor.of(each) for name, each in own.items()},
+            {k: _Tensor.of(v) for k, v in attributes.items() if isinstance(v, torch.Tensor)},
+            [(v, v.get_state()) for v in attributes.values() if isinstance(v, torch.Generator)],
+            {k: v for k, v in attributes.items() if isinstance(v, _PLAIN)},
+            frozenset(attributes),
+        )
 
     def restore(self) -> None:
-        own = self.module._buffers
-        own.clear()
+        own, attributes = self.module._buffers, vars(self.module)
+        for name in [each for each in dict(own.items()) if each not in self.buffers]:
+            del own[name]
         for name, kept in self.buffers.items():
-            if kept is not None and kept[0].shape == kept[1].shape:
-                kept[0].data.copy_(kept[1])
-            own[name] = None if kept is None else kept[0]
-        attributes = vars(self.module)
+            own[name] = None if kept is None else kept.restored()
         for name in [each for each in attributes if each not in self.names]:
             del attributes[name]
-        _put_back(attributes, self.attributes, None)
+        attributes.update({name: kept.restored() for name, kept in self.tensors.items()})
+        attributes.update(self.plain)
+        for generator, state in self.generators:
+            generator.set_state(state)
 
 
 @dataclass(frozen=True)
@@ -97,12 +125,16 @@ class _Optimizer:
     """An optimizer's state per parameter, and the settings of its groups."""
 
     optimizer: torch.optim.Optimizer
-    states: dict[torch.Tensor, Kept]
+    states: dict[Any, Any]
     groups: list[Kept]
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> _Optimizer:
-        states = {parameter: _kept(state) for parameter, state in optimizer.state.items()}
+        # By parameter, but an optimizer may keep something of its own there.
+        states = {
+            key: _kept(state) if isinstance(key, torch.Tensor) else copy.deepcopy(state)
+            for key, state in dict[Any, Any](optimizer.state).items()
+        }
         groups = [
             _kept({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups
         ]
@@ -112,12 +144,22 @@ class _Optimizer:
         for parameter in [each for each in self.optimizer.state if each not in self.states]:
             del self.optimizer.state[parameter]
         for parameter, kept in self.states.items():
+            if not isinstance(parameter, torch.Tensor):
+                self.optimizer.state[parameter] = copy.deepcopy(kept)
+                continue
             present = self.optimizer.state[parameter]
             for name in [each for each in present if each not in kept]:
                 del present[name]
             _put_back(present, kept, parameter.device)
         for group, kept in zip(self.optimizer.param_groups, self.groups, strict=True):
             _put_back(group, kept, None)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several of its elements are one in memory."""
+    return tensor.layout == torch.strided and any(
+        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -97,6 +97,37 @@ def test_where_too_much_ends_the_process_it_comes_from_below(
     assert search.best >= (1 - TOLERANCE if not scatter and world["headroom"] >= 0.1 else 0.5) * truth - 2
 
 
+@settings(max_examples=300)
+@given(worlds, st.floats(0, 1))
+def test_nor_does_a_peak_that_grows_with_the_square_of_the_rows(
+    world: dict[str, float], squared: float
+) -> None:
+    """All pairs of rows, as in a contrastive loss."""
+    target, base, maximum = CAPACITY * (1 - world["headroom"]), world["base"], int(world["maximum"])
+
+    def peak(rows: int) -> float:
+        part = rows / (maximum + 0.5)
+        return target * (base + (1 - base) * ((1 - squared) * part + squared * part**2))
+
+    search = MicroBatchSearch(16, int(world["most"]), target, ends_at_bytes=CAPACITY)
+    while (rows := search.propose()) is not None:
+        assert peak(rows) <= CAPACITY
+        search.record(rows, peak(rows), peak(0))
+    assert (search.best or 0) >= 0.97 * min(maximum, search.most) - 8
+
+
+def test_a_plateau_before_the_rise_is_no_trap() -> None:
+    """What an optimizer takes for a moment hides the first rows; and an allocator's blocks the last ones."""
+    search = MicroBatchSearch(16, 1_000_000, 1.0)
+    run(search, lambda rows: max(0.4, rows / 156_164), capacity=1.2)
+    assert search.best is not None
+    assert search.best >= 0.97 * 156_164
+    search = MicroBatchSearch(8, 1_000_000, 1.0)
+    run(search, lambda rows: 0.084 + 1e-5 * -(-rows * 4.52e-6 // 1e-5), capacity=1.2)
+    assert search.best is not None
+    assert search.best >= 0.97 * 202_600
+
+
 def test_the_worked_value() -> None:
     """8 rows take 3 GiB, 32 take 7.5 GiB: of 16 GiB with 10 % head-room, 68 fit."""
     search = MicroBatchSearch(8, 1000, 0.9 * 16)

@@ -12,6 +12,7 @@ from ray_dynbs.core.recommend import Measured, recommend
 
 USUAL: dict[str, Any] = {
     "largest": 64,
+    "fills_memory": True,
     "knee": 16,
     "noise_scale": Estimate(100.4, 0.1),
     "class_floor": None,
@@ -27,8 +28,9 @@ USUAL: dict[str, Any] = {
     [
         ({}, (100, 16, 4), "the noise scale is 100 rows (+- 10%)"),
         ({"knee": 64}, (100, 50, 1), "a share of 50 rows fits in one forward"),
-        ({"largest": 12, "knee": 12}, (100, 12, 5), "micro-batches of 12 rows: no more fit"),
-        ({}, (100, 16, 4), "micro-batches of 16 rows: as fast as any that fit"),
+        ({"largest": 12, "knee": 12}, (100, 12, 5), "micro-batches of at most 12 rows: no more fit"),
+        ({"largest": 12, "knee": 12, "fills_memory": False}, (100, 12, 5), "12 rows: no more were allowed"),
+        ({}, (100, 16, 4), "micro-batches of at most 16 rows: as fast as any that fit"),
         ({"noise_scale": None}, (32, 16, 1), "batch.initial 32: the noise scale was not measured"),
         ({"noise_scale": Estimate(100.0, 0.6)}, (32, 16, 1), "lost in noise"),
         ({"noise_scale": Estimate(math.inf, math.inf)}, (32, 16, 1), "lost in noise"),

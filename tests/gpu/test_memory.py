@@ -25,12 +25,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs nvidia-smi")
 def test_readings_are_those_of_nvidia_smi(gpu: torch.device) -> None:
-    """Before and after 1 GiB more, up to what the driver keeps for itself."""
-    for _ in range(2):
-        kept = torch.ones(GIB // 4, device=gpu)
+    """With 1 and with 9 GiB more."""
+    for gibs in (1, 9):
+        kept = torch.ones(gibs * GIB // 4, device=gpu)
         reading = read_memory(gpu)
         theirs, _ = in_use_elsewhere(gpu)
-        assert reading.used_bytes == pytest.approx(theirs, abs=GIB / 2)
+        assert reading.used_bytes == pytest.approx(theirs, abs=GIB)  # what the driver keeps for itself
         assert reading.own_bytes >= kept.nbytes
         assert reading.own_bytes <= reading.used_bytes <= reading.total_bytes
         assert reading.total_bytes == torch.cuda.get_device_properties(gpu).total_memory
@@ -50,7 +50,7 @@ def test_a_peak_is_that_since_the_last_reset(gpu: torch.device) -> None:
 
 def test_what_is_found_is_within_three_per_cent_of_the_truth(gpu: torch.device) -> None:
     """A transformer of 100 M parameters, trained for real; the truth by bisection."""
-    setup = Setup(World(0, 1, gpu), LARGE)
+    setup = Setup(World.current(gpu), LARGE)
     assert 95e6 < setup.num_parameters < 105e6
     weights = copy.deepcopy(setup.model.state_dict())
     result, _ = setup.probe()
@@ -65,7 +65,7 @@ def test_what_is_found_is_within_three_per_cent_of_the_truth(gpu: torch.device) 
 
 
 def test_running_out_twenty_times_leaks_nothing(gpu: torch.device) -> None:
-    setup = Setup(World(0, 1, gpu), SMALL)
+    setup = Setup(World.current(gpu), SMALL)
     setup.step_s(8)
     free_memory(gpu)
     held = torch.cuda.memory_allocated(gpu)
@@ -89,11 +89,12 @@ def test_running_out_twenty_times_leaks_nothing(gpu: torch.device) -> None:
 def test_an_allocator_that_retried_reads_as_full(gpu: torch.device) -> None:
     """Half of the memory cached, and then more than the other half asked for."""
     free_memory(gpu)
-    watch, total = MemoryWatch(gpu), read_memory(gpu).total_bytes
+    watch, before = MemoryWatch(gpu), read_memory(gpu)
+    total = before.total_bytes
     cached = torch.empty(int(0.5 * total), dtype=torch.uint8, device=gpu)
     del cached
     larger = torch.empty(int(0.7 * total), dtype=torch.uint8, device=gpu)
-    retried = read_memory(gpu).retries > 0
+    retried = read_memory(gpu).retries > before.retries
     del larger
     free_memory(gpu)
     fraction = watch.fraction()
@@ -104,7 +105,7 @@ def test_an_allocator_that_retried_reads_as_full(gpu: torch.device) -> None:
 def test_recomputing_saves_memory_and_changes_no_gradient(gpu: torch.device) -> None:
     peaks, gradients = [], []
     for recomputes in (False, True):
-        setup = Setup(World(0, 1, gpu), LARGE, recomputes=recomputes)
+        setup = Setup(World.current(gpu), LARGE, recomputes=recomputes)
         setup.gauge.reset()
         setup.step.gradients.zero()
         torch.manual_seed(1)
@@ -148,7 +149,7 @@ def test_segments_grow_by_default(gpu: torch.device, starts_before: bool) -> Non
 
 
 def test_ranks_that_share_a_device_have_a_share_each(gpu: torch.device) -> None:
-    whole, half = (MemoryGauge(World(0, 1, gpu), 0.1, share) for share in (1.0, 0.5))
+    whole, half = (MemoryGauge(World.current(gpu), 0.1, share) for share in (1.0, 0.5))
     kept = torch.ones(GIB // 4, device=gpu)
     ratio = half.peak().usable_bytes / whole.peak().usable_bytes
     assert ratio == pytest.approx(0.5)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -104,6 +106,65 @@ def test_a_copy_of_the_model_is_one_of_its_own() -> None:
         with torch.no_grad():
             each.blocks[0].up.weight.zero_()
     assert traced(model)[1] == expected
+
+
+class Lucky(nn.Module):
+    """Draws from everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x * random.uniform(0.5, 1.5))) * float(np.random.rand())
+
+
+def test_random_numbers_from_anywhere_are_the_same_again() -> None:
+    gradients, states = [], []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        model = nn.Sequential(*[Lucky() for _ in range(3)])
+        if recomputes:
+            assert checkpoint_activations(model, "auto") == 3
+        model(torch.ones(4, 8)).sum().backward()
+        gradients.append([p.grad.tolist() for p in model.parameters()])
+        states.append((random.random(), np.random.rand()))
+    assert gradients[0] == gradients[1]
+    assert states[0] == states[1]
+
+
+class Slotted(nn.Module):
+    """A class that knows how it is copied."""
+
+    __slots__ = ("note",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "copied": True}
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(8, 8), Slotted()])
+def test_layers_that_are_copied_in_their_own_way(layer: nn.Module) -> None:
+    model = nn.ModuleList([layer])
+    expected = vars(copy.deepcopy(model)[0]).keys()
+    checkpoint_activations(model, [type(layer).__name__])
+    assert vars(copy.deepcopy(model)[0]).keys() == expected
+    assert type(copy.deepcopy(model)[0]) is type(model[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_trains() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)])
+    checkpoint_activations(model, "auto")
+    torch.compile(model, backend="eager")(torch.randn(4, 8)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert [int(layer[1].num_batches_tracked) for layer in model] == [1, 1]
 
 
 def test_an_evaluation_runs_once() -> None:
