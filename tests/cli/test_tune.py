@@ -159,6 +159,7 @@ def own_search(tmp_path: Path, condition: str, **changes: Any) -> str:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_trial_that_raises_is_in_the_table_and_the_others_go_on(start: Any, tmp_path: Path) -> None:
     own = own_search(tmp_path, "len(batch['label']) == 64")
