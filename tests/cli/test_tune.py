@@ -104,7 +104,7 @@ def test_a_killed_search_goes_on_without_repeating_a_trial(start: Any, tmp_path:
     assert resumed.wait() == 0, resumed.text
     rows = read_trials(record)
     assert len(rows) == 10
-    assert {row["status"] for row in rows} == {"finished"}
+    assert {row["status"] for row in rows} == {"finished"}, [row["error"] for row in rows]
     assert done.keys() <= {row["trial"] for row in rows}
     for trial, changed in done.items():
         folder = Path(record.absolute_uri) / "trials" / trial

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from pyarrow.fs import FileSelector, FileType
 from ray import tune
 
 from ray_dynbs.cluster.search.group import Group, OneRank, RanksInActors, TrialInput
@@ -130,6 +131,13 @@ class Trial(tune.Trainable):
         if self._begun and self._group is not None and not self._again:
             self._group.write_checkpoints(checkpoint_dir)
 
+    def restore(self, checkpoint_path: Any) -> None:
+        """Go on from a checkpoint, or from a later one that a driver, killed since, had replaced it by."""
+        checkpoint = getattr(checkpoint_path, "checkpoint", None)
+        if checkpoint is not None:
+            checkpoint_path.checkpoint = _there(checkpoint)
+        super().restore(checkpoint_path)
+
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Go on from there, with this trial's own point."""
         self._begin(str(checkpoint))
@@ -139,6 +147,16 @@ class Trial(tune.Trainable):
         if self._group is not None:
             self._group.end()
             self._group = None
+
+
+def _there(checkpoint: Any) -> Any:
+    """The checkpoint itself, or where it is gone the newest one beside it."""
+    files, path = checkpoint.filesystem, checkpoint.path.rstrip("/")
+    if files.get_file_info(path).type != FileType.NotFound:
+        return checkpoint
+    beside = files.get_file_info(FileSelector(path.rpartition("/")[0], allow_not_found=True))
+    names = sorted(each.path for each in beside if each.base_name.startswith("checkpoint_"))
+    return type(checkpoint)(names[-1], filesystem=files) if names else checkpoint
 
 
 def _known(value: float, mode: str) -> float:
