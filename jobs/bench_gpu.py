@@ -20,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from jobs.figures import show
 from ray_dynbs.core.lr import Adjustment
 from ray_dynbs.core.probed import ProbeResult
 from ray_dynbs.tasks.bytes_lm import Arguments, ByteGPT, loss
@@ -182,15 +181,6 @@ def probes(world: World) -> list[dict[str, Any]]:
 
 def case(title: str, unit: str, ours: float, baseline: float, name: str) -> dict[str, Any]:
     return {"case": title, "unit": unit, "ours": ours, "baseline": baseline, "baseline_name": name}
-
-
-def show(results: list[dict[str, Any]], title: str) -> None:
-    table = Table("case", "unit", "ours", "baseline", "ratio", "baseline is", title=title)
-    for row in results:
-        ours, baseline = row["ours"], row["baseline"]
-        cells = f"{ours:,.4g}", f"{baseline:,.4g}", f"{ours / baseline:.3g}"
-        table.add_row(row["case"], row["unit"], *cells, row["baseline_name"])
-    Console(width=140).print(table)
 
 
 def expandable() -> bool:

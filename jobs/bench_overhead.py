@@ -22,9 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
-from rich.table import Table
-
+from jobs.figures import show
 from ray_dynbs import DynamicBatchSizeManager
 from ray_dynbs.cluster.session import DRIVER_SETTINGS, ray_session
 from ray_dynbs.config import Config
@@ -266,15 +264,6 @@ def case(title: str, unit: str, ours: list[float], baseline: list[float], name: 
         "ours_repeats": ours,
         "baseline_repeats": baseline,
     }
-
-
-def show(results: list[dict[str, Any]]) -> None:
-    table = Table("case", "unit", "ours", "baseline", "ratio", "baseline is")
-    for row in results:
-        ours, baseline = row["ours"], row["baseline"]
-        cells = f"{ours:.3g}", f"{baseline:.3g}", f"{ours / baseline:.2g}"
-        table.add_row(row["case"], row["unit"], *cells, row["baseline_name"])
-    Console(width=140).print(table)
 
 
 def main() -> None:

@@ -18,7 +18,8 @@ from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.guards import ClassCoverage
 from ray_dynbs.core.probed import ProbeResult, SizeTried
 from ray_dynbs.core.recommend import Measured, recommend
-from ray_dynbs.report.probe import draw_probe, gib
+from ray_dynbs.core.units import gib
+from ray_dynbs.report.probe import draw_probe
 from ray_dynbs.tasks.preflight import Preflight, preflight
 
 if TYPE_CHECKING:

@@ -229,7 +229,7 @@ class MemorySection(Section):
     max_micro_batch_size: Rows | None = Field(None, description="most rows in one forward on one worker")
     probe: Literal["auto", "off"] = Field(
         "auto",
-        description="find the most rows that fit in one forward by real steps, before a run's first one",
+        description="find the most rows that fit in one forward, by real steps at every start of a run",
     )
     headroom: float = Field(0.1, ge=0, lt=1, description="fraction of the memory that a probe leaves free")
     activation_checkpointing: Literal["off", "auto"] | Annotated[list[str], Field(min_length=1)] = Field(

@@ -8,11 +8,6 @@ from ray_dynbs.core.probed import ProbeResult
 from ray_dynbs.core.recommend import Measured
 
 
-def gib(number: float) -> str:
-    """Bytes in words."""
-    return f"{number / 2**30:.3g} GiB"
-
-
 def draw_probe(result: ProbeResult, measured: Measured, name: str) -> bytes:
     """Memory and speed over the micro-batch as a PNG, with the largest size that fits and the knee.
 

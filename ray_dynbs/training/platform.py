@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ray_dynbs.core.units import gib
 from ray_dynbs.training.allocator import NAMES, SETTING
 from ray_dynbs.training.memory import MONITOR, MONITOR_DEFAULT, MemoryReading, read_host_memory, read_memory
 from ray_dynbs.training.precision import computes_in_bf16
@@ -29,7 +30,7 @@ def describe_platform() -> list[tuple[str, str]]:
     found.append(("Ray's limit", f"workers are killed above {monitor} of it ({MONITOR})"))
     if SHARED.is_dir():
         free = shutil.disk_usage(SHARED)
-        found.append(("shared memory", f"{_gb(free.free)} free of {_gb(free.total)} for Ray's object store"))
+        found.append(("shared memory", f"{gib(free.free)} free of {gib(free.total)} for Ray's object store"))
     found += [(str(device), _device_words(device)) for device in devices] or [("accelerators", "none")]
     if any(device.type == "cuda" for device in devices):
         found.append(("allocator", _allocator_words()))
@@ -55,7 +56,7 @@ def precisions(device: torch.device) -> list[str]:
 
 def _device_words(device: torch.device) -> str:
     reading = read_memory(device)
-    return f"{reading.source}, {_gb(reading.used_bytes)} of {_gb(reading.total_bytes)} in use by anybody"
+    return f"{reading.source}, {gib(reading.used_bytes)} of {gib(reading.total_bytes)} in use by anybody"
 
 
 def _allocator_words() -> str:
@@ -65,7 +66,7 @@ def _allocator_words() -> str:
 
 def _memory_words(reading: MemoryReading) -> str:
     return (
-        f"{_gb(reading.used_bytes)} of {_gb(reading.total_bytes)} in use, {_gb(reading.own_bytes)} by this "
+        f"{gib(reading.used_bytes)} of {gib(reading.total_bytes)} in use, {gib(reading.own_bytes)} by this "
         f"process ({reading.source})"
     )
 
@@ -83,7 +84,3 @@ def _cuda_build() -> str:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _gb(number: int) -> str:
-    return f"{number / 2**30:.1f} GiB"

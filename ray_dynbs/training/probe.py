@@ -20,6 +20,7 @@ from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.lr import Adjustment
 from ray_dynbs.core.probed import FASTER, Limit, ProbeResult, SizeTried, faster_sizes
 from ray_dynbs.core.probing import MicroBatchSearch
+from ray_dynbs.core.units import gib
 from ray_dynbs.training.gauge import Gauge, Peak
 from ray_dynbs.training.oom import free_memory, is_out_of_memory
 from ray_dynbs.training.precision import MixedPrecision
@@ -177,7 +178,7 @@ class SizeRunner:
         try:
             with self._step.alone():
                 self._step.run([], self._loss_fn, rows=1, adjustment=STILL)
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001  # said by the first size that needs such a step
             before.restore()
         self._rest = self._fullest(self._gauge.peak()).used_bytes
 
@@ -318,14 +319,10 @@ def _nothing_fits(runner: SizeRunner) -> str:
     one = min(runner.tried, key=lambda each: each.micro_batch_size)
     needs = "runs out of memory"
     if one.peak_bytes is not None and math.isfinite(one.peak_bytes):
-        needs = f"takes {_gib(one.peak_bytes)}, others' included"
+        needs = f"takes {gib(one.peak_bytes)}, others' included"
     rows = "one row" if one.micro_batch_size == 1 else f"{one.micro_batch_size} rows"
     return (
-        f"a micro-batch of {rows} {needs}, where {_gib(runner.usable_bytes)} may be used, memory.headroom "
+        f"a micro-batch of {rows} {needs}, where {gib(runner.usable_bytes)} may be used, memory.headroom "
         "left free: the model does not fit; allowed: a smaller one, memory.activation_checkpointing, less "
         "headroom, or more memory"
     )
-
-
-def _gib(number: float) -> str:
-    return f"{number / 2**30:.3g} GiB"

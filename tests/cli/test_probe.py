@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ray_dynbs.storage.run_directory import RunDirectory
-from tests.commands import call
+from tests.commands import Command, call
 from tests.control_groups import control_group
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +27,17 @@ def loss(model, batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return whole(model, batch)
 """
+
+
+def found_to_fit(command: Command, allowed: int) -> int:
+    """Rows, as the run's notes say."""
+    found = re.search(rf"memory: (\d+) rows fit in one forward, of {allowed} allowed", command.text)
+    assert found, command.text
+    return int(found[1])
+
+
+def epochs_of_digits(folder: Path) -> list[dict[str, Any]]:
+    return RunDirectory.open(str(folder / "runs" / "digits")).read_epochs()
 
 
 @pytest.mark.ray
@@ -60,11 +71,9 @@ def test_where_memory_sets_a_limit_a_run_accumulates(start: Any, tmp_path: Path)
     sizes = ["--set", "batch.initial=192", "--set", "batch.max=256", "--set", "policy={name: fixed}"]
     command = start("train", str(DIGITS), "--set", "task=limited", "--set", "epochs=2", *sizes)
     assert command.wait() == 0, command.text
-    found = re.search(r"memory: (\d+) rows fit in one forward, of 128 allowed", command.text)
-    assert found, command.text
-    micro = int(found[1])
+    micro = found_to_fit(command, 128)
     assert 32 <= micro <= 36
-    rows = RunDirectory.open(str(tmp_path / "runs" / "digits")).read_epochs()
+    rows = epochs_of_digits(tmp_path)
     assert {row["rows"] for row in rows} == {1437}
     assert {(row["global_batch_size"], row["micro_batch_size"], row["grad_accum_steps"]) for row in rows} == {
         (192, micro, 3)
@@ -84,14 +93,14 @@ def test_a_resume_on_fewer_workers_finds_out_anew_what_fits(start: Any, tmp_path
     assert "rows fit in one forward" not in command.text
     command = start(*base, "--set", "epochs=2", "--set", "cluster.num_workers=1", "--resume")
     assert command.wait() == 0, command.text
-    found = re.search(r"memory: (\d+) rows fit in one forward, of 64 allowed", command.text)
-    assert found, command.text
-    rows = RunDirectory.open(str(tmp_path / "runs" / "digits")).read_epochs()
-    assert [row["micro_batch_size"] for row in rows] == [32, int(found[1])]
+    rows = epochs_of_digits(tmp_path)
+    assert [row["micro_batch_size"] for row in rows] == [32, found_to_fit(command, 64)]
     assert [(row["rows"], row["global_batch_size"]) for row in rows] == [(1437, 64)] * 2
 
 
 HUNGRY = """
+import time
+
 import torch
 from ray_dynbs.tasks.digits import *
 
@@ -112,6 +121,7 @@ class Kept(torch.autograd.Function):
 
 def loss(model, batch):
     if torch.is_grad_enabled():
+        time.sleep(0.05)  # a fixed cost, as on a device: the largest micro-batch is the fastest one too
         handle = model.register_forward_hook(lambda _, __, scores: Kept.apply(scores))
         try:
             return whole(model, batch)
@@ -135,10 +145,8 @@ def test_a_run_in_a_control_group_stays_under_its_cap(start: Any, tmp_path: Path
         assert command.wait() == 0, command.text
         assert group.kills == 0
         assert command.survivors() == []
-    found = re.search(r"memory: (\d+) rows fit in one forward, of 256 allowed", command.text)
-    assert found, command.text
-    rows = RunDirectory.open(str(tmp_path / "runs" / "digits")).read_epochs()
-    assert {(row["global_batch_size"], row["micro_batch_size"]) for row in rows} == {(256, int(found[1]))}
+    rows, micro = epochs_of_digits(tmp_path), found_to_fit(command, 256)
+    assert {(row["global_batch_size"], row["micro_batch_size"]) for row in rows} == {(256, micro)}
     assert 0.5 < max(row["memory_fraction"] for row in rows) < 1
 
 

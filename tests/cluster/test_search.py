@@ -13,6 +13,7 @@ import psutil
 import pytest
 import ray
 import torch
+from ray import tune
 from ray.util.placement_group import placement_group_table
 
 from ray_dynbs.cluster.data import PreparedData, prepare_data
@@ -21,6 +22,7 @@ from ray_dynbs.cluster.search.ensemble import Ensemble
 from ray_dynbs.cluster.search.group import OneRank, TrialInput
 from ray_dynbs.cluster.search.record import TrialRecord, first_cause, rank
 from ray_dynbs.cluster.search.searcher import points_to_try
+from ray_dynbs.cluster.search.trial import still_there
 from ray_dynbs.config.search import Candidates, Search
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.journal import decode_lines, replay
@@ -141,6 +143,18 @@ def test_a_trial_keeps_to_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ensemble(tmp_path, 1).train_epoch()
     (row,) = epochs_of(tmp_path, 5)
     assert (row["global_batch_size"], row["micro_batch_size"], row["grad_accum_steps"]) == (9, 3, 3)
+
+
+def test_a_checkpoint_that_was_replaced_meanwhile_is_the_newest_beside_it(tmp_path: Path) -> None:
+    """A driver killed with kill -9 may have recorded one that a later epoch's has replaced since."""
+    (tmp_path / "checkpoint_000009").mkdir()
+    (tmp_path / "checkpoint_000024").mkdir()
+    (tmp_path / "params.json").touch()
+    for recorded, expected in (("checkpoint_000009", 9), ("checkpoint_000023", 24)):
+        found = still_there(tune.Checkpoint(str(tmp_path / recorded)))
+        assert found.path == str(tmp_path / f"checkpoint_{expected:06d}")
+    nowhere = tune.Checkpoint(str(tmp_path / "other" / "checkpoint_000001"))
+    assert still_there(nowhere) is nowhere  # which Tune will say
 
 
 def two_ranks(folder: str) -> list[float]:

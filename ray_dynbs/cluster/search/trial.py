@@ -135,7 +135,7 @@ class Trial(tune.Trainable):
         """Go on from a checkpoint, or from a later one that a driver, killed since, had replaced it by."""
         checkpoint = getattr(checkpoint_path, "checkpoint", None)
         if checkpoint is not None:
-            checkpoint_path.checkpoint = _there(checkpoint)
+            checkpoint_path.checkpoint = still_there(checkpoint)
         super().restore(checkpoint_path)
 
     def load_checkpoint(self, checkpoint: Any) -> None:
@@ -149,7 +149,7 @@ class Trial(tune.Trainable):
             self._group = None
 
 
-def _there(checkpoint: Any) -> Any:
+def still_there(checkpoint: Any) -> Any:
     """The checkpoint itself, or where it is gone the newest one beside it."""
     files, path = checkpoint.filesystem, checkpoint.path.rstrip("/")
     if files.get_file_info(path).type != FileType.NotFound:
