@@ -9,7 +9,8 @@ from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.manager import DynamicBatchSizeManager
 
 if TYPE_CHECKING:
-    from ray_dynbs.api.remote import RunFailedError, attach, connect, disconnect, train, tune
+    from ray_dynbs.api.following import RunFailedError
+    from ray_dynbs.api.remote import attach, connect, disconnect, train, tune
     from ray_dynbs.api.trainer import TorchTrainer
     from ray_dynbs.cluster.run import prepare
 
@@ -29,8 +30,9 @@ __all__ = [
     "tune",
 ]
 
-_REMOTE = ("RunFailedError", "attach", "connect", "disconnect", "train", "tune")
+_REMOTE = ("attach", "connect", "disconnect", "train", "tune")
 _PLACES = {
+    "RunFailedError": "ray_dynbs.api.following",
     "TorchTrainer": "ray_dynbs.api.trainer",
     "prepare": "ray_dynbs.cluster.run",
     **dict.fromkeys(_REMOTE, "ray_dynbs.api.remote"),

@@ -33,7 +33,7 @@ class Command:
         self.output = folder / "output.txt"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ray_dynbs.cli.main", *arguments],
+                [sys.executable, "-m", "ray_dynbs", *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 
 from ray_dynbs.cluster.remote import read_files
@@ -21,13 +20,13 @@ from ray_dynbs.report.panels import draw_png
 from ray_dynbs.storage.run_directory import (
     CONFIG,
     DECISIONS,
-    EPOCH_SCHEMA,
     EPOCHS,
     EVALUATIONS,
     MODEL,
     RunDirectory,
 )
 from ray_dynbs.storage.search_directory import BEST, SEARCH_PAGE, TRIALS
+from ray_dynbs.storage.tables import EPOCH_SCHEMA, read_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -120,7 +119,8 @@ class RunRecord(Record):
     def epochs(self) -> pa.Table:
         """``epochs.parquet``: one row per epoch, lost work included (the highest incarnation counts)."""
         found = read_files(self.uri, [EPOCHS])
-        return pq.read_table(io.BytesIO(found[EPOCHS])) if found else EPOCH_SCHEMA.empty_table()
+        where = f"{self.uri}/{EPOCHS}"
+        return read_table(found[EPOCHS], where) if found else EPOCH_SCHEMA.empty_table()
 
     @property
     def epochs_frame(self) -> pd.DataFrame:
@@ -132,7 +132,7 @@ class RunRecord(Record):
     def decisions(self) -> list[Decision]:
         """The journal: every decision with its signal and reasons."""
         found = read_files(self.uri, [DECISIONS])
-        return list(decode_lines(found.get(DECISIONS, b"").decode()))
+        return decode_lines(found.get(DECISIONS, b"").decode(), f"{self.uri}/{DECISIONS}")
 
     @property
     def config(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class SearchRecord(Record):
     def trials(self) -> pa.Table:
         """``trials.parquet``: one row per trial, the best first; empty until the search has ended."""
         found = read_files(self.uri, [TRIALS])
-        return pq.read_table(io.BytesIO(found[TRIALS])) if found else pa.table({})
+        return read_table(found[TRIALS], f"{self.uri}/{TRIALS}") if found else pa.table({})
 
     @property
     def trials_frame(self) -> pd.DataFrame:

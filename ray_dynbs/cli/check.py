@@ -38,6 +38,9 @@ def check_command(config: Config) -> None:
         f"ok: {config.name}: {rows}; batch {batch.initial} in [{batch.min}, {batch.max}], "
         f"policy {config.policy['name']}, lr rule {config.lr.rule}, {config.cluster.workers_text} workers"
     )
+    if found.recomputed:
+        layers = ", ".join(f"{count} {name}" for name, count in found.recomputed.items())
+        typer.echo(f"activations computed again in the backward: {layers}")
 
 
 def print_platform() -> None:

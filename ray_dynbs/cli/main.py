@@ -243,7 +243,3 @@ def _name_the_newest(arguments: Sequence[str]) -> list[str]:
 def _complain(message: str) -> int:
     typer.echo(f"error: {' '.join(message.split())}", err=True)
     return WRONG_INPUT
-
-
-if __name__ == "__main__":
-    main()

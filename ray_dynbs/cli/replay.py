@@ -17,7 +17,7 @@ from ray_dynbs.config.load import parse_yaml
 from ray_dynbs.config.schema import Batching, LoopSettings
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.core.journal import decode_lines, replay, would_have
+from ray_dynbs.core.journal import replay, would_have
 from ray_dynbs.storage.run_directory import CONFIG, DECISIONS, EARLIER_CONFIGS, RunDirectory
 
 DECIDING = ("batch", "policy", "guards", "lr", "memory", "noise")
@@ -35,7 +35,7 @@ def replay_command(run: RunDirectory, policy: Path | None) -> None:
         ConfigError: there is no journal, or the file is no configuration.
         typer.Exit: the replay differs.
     """
-    decisions = decode_lines(run.read_text(DECISIONS))
+    decisions = run.read_decisions()
     if not decisions:
         raise ConfigError(f"{run.uri}: no decisions recorded ({DECISIONS})")
     if policy is None:

@@ -57,7 +57,7 @@ class Submission:
             arguments += ["--resume"] if self.resume == NEWEST else [f"--resume={self.resume}"]
         if self.verbose:
             arguments.append("--verbose")
-        return ["python", "-m", "ray_dynbs.cli.main", *arguments]
+        return ["python", "-m", "ray_dynbs", *arguments]
 
     @property
     def kind_and_path(self) -> tuple[str, str]:

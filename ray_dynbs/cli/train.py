@@ -10,13 +10,11 @@ from ray_dynbs.cli.resume import NEWEST, open_run
 from ray_dynbs.cluster.session import ray_session
 from ray_dynbs.config import Config
 from ray_dynbs.config.load import dump_yaml
-from ray_dynbs.core.journal import decode_lines
 from ray_dynbs.report.events import RUN, EpochEvents, tell
 from ray_dynbs.report.live import View, make_view
 from ray_dynbs.storage.run_directory import (
     CHECKPOINTS,
     CONFIG,
-    DECISIONS,
     EARLIER_CONFIGS,
     RunDirectory,
     check_writable,
@@ -111,7 +109,7 @@ def _how_to_go_on(run: RunDirectory) -> str:
 def _replace_config(run: RunDirectory, old: str, new: str) -> None:
     """Write the configuration; the one before is kept for the replay of what was decided under it."""
     if old and old != new:
-        incarnations = [decision.incarnation for decision in decode_lines(run.read_text(DECISIONS))]
+        incarnations = [decision.incarnation for decision in run.read_decisions()]
         run.write_text(f"{EARLIER_CONFIGS}/{max(incarnations, default=-1) + 1:06}.yaml", old)
     run.write_text(CONFIG, new)
 

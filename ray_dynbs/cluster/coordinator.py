@@ -20,7 +20,7 @@ from ray_dynbs.cluster.metrics import RunMetrics
 from ray_dynbs.config.schema import Batching
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.core.journal import decode_lines, encode_line
+from ray_dynbs.core.journal import encode_line
 from ray_dynbs.core.signal import Signal
 from ray_dynbs.storage.run_directory import DECISIONS, RunDirectory
 
@@ -71,7 +71,7 @@ class Coordinator:
 
     def __init__(self, config: Batching, run: RunDirectory, metrics: RunMetrics | None = None) -> None:
         self._config, self._run, self._metrics = config, run, metrics
-        self._decisions = {(d.incarnation, d.version): d for d in decode_lines(run.read_text(DECISIONS))}
+        self._decisions = {(d.incarnation, d.version): d for d in run.read_decisions()}
         self._lines = {key: encode_line(d) + "\n" for key, d in self._decisions.items()}
         self._records = {_key(row): EpochRecord(row) for row in run.read_epochs()}
         self._evaluations = {_place(row): row for row in run.read_evaluations()}

@@ -18,7 +18,7 @@ from typing import Any
 from ray.util.metrics import Counter, Gauge
 
 from ray_dynbs.core.decision import Decision
-from ray_dynbs.storage.run_directory import EPOCH_SCHEMA
+from ray_dynbs.storage.tables import EPOCH_SCHEMA
 
 REFRESH_S = 0.5
 """Ray reports a gauge once each time it is set, at most once a second, and forgets it after two reports."""

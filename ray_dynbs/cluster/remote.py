@@ -63,7 +63,7 @@ class Driver:
         file = Path(self._folder.name) / f"{name}.yaml"
         file.write_text(content)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ray_dynbs.cli.main", arguments[0], str(file), *arguments[1:], "--events"],
+            [sys.executable, "-m", "ray_dynbs", arguments[0], str(file), *arguments[1:], "--events"],
             stdin=subprocess.PIPE,  # which closes when this process ends, however it does
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -58,7 +58,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     data.setdefault("name", name_of_file(path))
     for override in overrides:
         apply_override(data, override)
-    return make_config(data, str(path))
+    return make_config(data, name_with(path, overrides))
+
+
+def name_with(path: str | Path, overrides: Sequence[str]) -> str:
+    """What to call a file in a complaint, where a value may be an override's."""
+    return (
+        f"{path} with {' '.join(f'--set {override}' for override in overrides)}" if overrides else str(path)
+    )
 
 
 def name_of_file(path: str | Path) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from ray_dynbs.config.errors import explain, nearest
-from ray_dynbs.config.load import apply_override, name_of_file, parse_yaml, read_yaml, set_key
+from ray_dynbs.config.load import apply_override, name_of_file, name_with, read_yaml, set_key
 from ray_dynbs.config.schema import Config
 from ray_dynbs.config.sections import MetricSection, Section
 from ray_dynbs.config.space import Domain, Point, flattened, in_order
@@ -277,11 +277,8 @@ def load_search(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Search
     data = read_yaml(path)
     data.setdefault("name", name_of_file(path))
     for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {override!r}: allowed: section.key=value")
-        set_key(data, key.strip(), parse_yaml(value), f"--set {override}")
-    return parse_search(data, str(path)), path.parent
+        apply_override(data, override)
+    return parse_search(data, name_with(path, overrides)), path.parent
 
 
 def parse_search(data: Any, where: str) -> Search:

@@ -21,8 +21,12 @@ def encode_line(decision: Decision) -> str:
     return json.dumps(decision.to_record(), allow_nan=False)
 
 
-def decode_lines(text: str) -> list[Decision]:
+def decode_lines(text: str, where: str = "journal") -> list[Decision]:
     """All decisions of a journal.
+
+    Args:
+        text: Its lines.
+        where: What to call it in a complaint.
 
     Raises:
         ConfigError: a line that is no decision; names its number.
@@ -34,7 +38,7 @@ def decode_lines(text: str) -> list[Decision]:
         try:
             decisions.append(Decision.from_record(json.loads(line)))
         except (ValueError, KeyError, TypeError, ConfigError) as error:
-            raise ConfigError(f"journal line {number} is not a decision: {error!r}") from error
+            raise ConfigError(f"{where} line {number} is not a decision: {error!r}") from error
     return decisions
 
 

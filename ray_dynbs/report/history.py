@@ -10,8 +10,7 @@ import yaml
 
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.core.journal import decode_lines
-from ray_dynbs.storage.run_directory import CONFIG, DECISIONS, RunDirectory
+from ray_dynbs.storage.run_directory import CONFIG, RunDirectory
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def read_history(run: RunDirectory) -> History:
         name=run.name if "task" in config else config["name"],
         config=config,
         epochs=tuple(last[epoch] for epoch in sorted(last)),
-        decisions=tuple(decode_lines(run.read_text(DECISIONS))),
+        decisions=tuple(run.read_decisions()),
         num_lost=len(rows) - len(last),
         evaluations=_that_count(run.read_evaluations()),
     )

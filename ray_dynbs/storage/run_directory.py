@@ -14,9 +14,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
-import pyarrow.parquet as pq
 
+from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.errors import ConfigError
+from ray_dynbs.core.journal import decode_lines
+from ray_dynbs.storage.tables import EPOCH_SCHEMA, EVALUATION_SCHEMA, read_table, table_bytes
 
 CONFIG = "config.yaml"
 DECISIONS = "decisions.jsonl"
@@ -27,38 +29,6 @@ CHECKPOINTS = "checkpoints"
 EARLIER_CONFIGS = "earlier_configs"
 """Configurations that no longer hold, each named by the first incarnation it did not hold for."""
 
-EPOCH_SCHEMA = pa.schema(
-    [
-        ("epoch", pa.int64()),
-        ("incarnation", pa.int64()),
-        ("global_batch_size", pa.int64()),
-        ("micro_batch_size", pa.int64()),
-        ("grad_accum_steps", pa.int64()),
-        ("world_size", pa.int64()),
-        ("steps", pa.int64()),
-        ("rows", pa.int64()),
-        ("lr", pa.float64()),
-        ("lr_scale", pa.float64()),
-        ("train_loss", pa.float64()),
-        ("val_loss", pa.float64()),
-        ("val_metric", pa.float64()),
-        ("grad_norm", pa.float64()),
-        ("noise_scale", pa.float64()),
-        ("memory_fraction", pa.float64()),
-        ("samples_per_s", pa.float64()),
-        ("epoch_time_s", pa.float64()),
-    ]
-)
-EVALUATION_SCHEMA = pa.schema(
-    [
-        ("epoch", pa.int64()),
-        ("incarnation", pa.int64()),
-        ("step", pa.int64()),
-        ("samples_seen", pa.int64()),
-        ("val_loss", pa.float64()),
-        ("val_metric", pa.float64()),
-    ]
-)
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 JOB_FOLDERS = "working_dir_files"
 """Ray's folder for its copies of the folders that jobs were submitted with."""
@@ -214,7 +184,7 @@ class RunDirectory:
 
     def write_epochs(self, rows: list[dict[str, Any]]) -> None:
         """Replace ``epochs.parquet``."""
-        self._write_rows(EPOCHS, rows, EPOCH_SCHEMA)
+        self.write_bytes(EPOCHS, table_bytes(pa.Table.from_pylist(rows, schema=EPOCH_SCHEMA)))
 
     def read_evaluations(self) -> list[dict[str, Any]]:
         """The rows of ``evaluations.parquet``, those within epochs; none where it does not exist."""
@@ -222,20 +192,26 @@ class RunDirectory:
 
     def write_evaluations(self, rows: list[dict[str, Any]]) -> None:
         """Replace ``evaluations.parquet``."""
-        self._write_rows(EVALUATIONS, rows, EVALUATION_SCHEMA)
+        self.write_bytes(EVALUATIONS, table_bytes(pa.Table.from_pylist(rows, schema=EVALUATION_SCHEMA)))
 
     def read_rows(self, file: str) -> list[dict[str, Any]]:
-        """The rows of a Parquet file of the run; none where it does not exist."""
+        """The rows of a Parquet file of the run; none where it does not exist.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
         if not self.exists(file):
             return []
-        filesystem, path = self._resolve()
-        rows: list[dict[str, Any]] = pq.read_table(f"{path}/{file}", filesystem=filesystem).to_pylist()
+        rows: list[dict[str, Any]] = read_table(self.read_bytes(file), f"{self.uri}/{file}").to_pylist()
         return rows
 
-    def _write_rows(self, file: str, rows: list[dict[str, Any]], schema: pa.Schema) -> None:
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink)
-        self.write_bytes(file, sink.getvalue().to_pybytes())
+    def read_decisions(self) -> list[Decision]:
+        """The journal, ``decisions.jsonl``; empty where it does not exist yet.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
+        return decode_lines(self.read_text(DECISIONS), f"{self.uri}/{DECISIONS}")
 
     def _resolve(self) -> tuple[pafs.FileSystem, str]:
         return _resolve(self.uri)

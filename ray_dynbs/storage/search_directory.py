@@ -6,10 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from ray_dynbs.storage.run_directory import RunDirectory
+from ray_dynbs.storage.tables import table_bytes, table_of
 
 BEST, TRIALS, SEARCH_PAGE = "best.yaml", "trials.parquet", "search.html"
 TRIAL_FOLDERS, RESULTS = "trials", "results.json"
@@ -42,29 +40,9 @@ def write_unseen(search: RunDirectory, points: Sequence[tuple[dict[str, Any], st
 
 def write_trials(search: RunDirectory, rows: Sequence[dict[str, Any]]) -> None:
     """Replace ``trials.parquet``."""
-    search.write_bytes(TRIALS, parquet_bytes(rows))
+    search.write_bytes(TRIALS, table_bytes(table_of(rows)))
 
 
 def read_trials(search: RunDirectory) -> list[dict[str, Any]]:
     """The rows of ``trials.parquet``."""
     return search.read_rows(TRIALS)
-
-
-def parquet_bytes(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Rows of any keys as a Parquet file; a column whose values are of several kinds becomes JSON text."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    columns = {name: _column([row.get(name) for row in rows]) for name in names}
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns), sink)
-    return bytes(sink.getvalue().to_pybytes())
-
-
-def _column(values: list[Any]) -> pa.Array:
-    plain = (bool, int, float, str)
-    kinds = {type(value) for value in values if value is not None}
-    numbers = kinds <= {int, float}
-    if numbers or (len(kinds) == 1 and kinds <= set(plain)):
-        return pa.array([float(v) if v is not None and kinds == {int, float} else v for v in values])
-    if kinds == {list} and all(isinstance(x, float) for v in values if v is not None for x in v):
-        return pa.array(values, type=pa.list_(pa.float64()))
-    return pa.array([None if value is None else json.dumps(value) for value in values])

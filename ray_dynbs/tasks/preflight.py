@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,12 +34,14 @@ class Preflight:
         rows: Split -> rows, ``None`` where only a running pipeline can tell.
         warnings: One line each.
         about: What the task has to say of itself; empty for nothing.
+        recomputed: Classes of layers whose activations are computed again -> how many.
     """
 
     sources: dict[str, Source] | None
     rows: dict[str, int | None]
     warnings: tuple[str, ...]
     about: str = ""
+    recomputed: Mapping[str, int] = field(default_factory=dict)
 
 
 def preflight(config: Config) -> Preflight:
@@ -50,10 +53,11 @@ def preflight(config: Config) -> Preflight:
     task = load_task(config.task)
     sources, rows = _look_at_data(config, task)
     model = _check_model(config, task)
+    recomputed = _recomputed(config, model)
     check_optimizer_and_scheduler(config, task, rows.get("train"))
     if sources is not None:
         try_task(config, task, model, sources)
-    return Preflight(sources, rows, tuple(_warnings(config, rows)), _about(config, task))
+    return Preflight(sources, rows, tuple(_warnings(config, rows)), _about(config, task), recomputed)
 
 
 def _about(config: Config, task: Any) -> str:
@@ -95,9 +99,12 @@ def _check_model(config: Config, task: Any) -> torch.nn.Module:
         kind = type(model).__name__
         raise ConfigError(f"task {config.task!r}: build_model() returned {kind}; allowed: a torch module")
     refuse_collective_layers(model)
-    if config.memory.activation_checkpointing != "off":
-        checkpoint_activations(model, config.memory.activation_checkpointing)
     return model
+
+
+def _recomputed(config: Config, model: torch.nn.Module) -> dict[str, int]:
+    layers = config.memory.activation_checkpointing
+    return {} if layers == "off" else checkpoint_activations(model, layers)
 
 
 def _build_somehow(config: Config, task: Any) -> Any:

@@ -8,6 +8,7 @@ resumed run draws what an uninterrupted one would have drawn.
 from __future__ import annotations
 
 import random
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,10 @@ class TrainState:
         """Restore what :meth:`save` wrote; returns ``progress``.
 
         Raises:
-            ConfigError: the checkpoint's model or optimizer does not fit these.
+            ConfigError: a file is missing or damaged, or its model or optimizer does not fit these.
         """
-        weights = torch.load(folder / MODEL_FILE, map_location=device, weights_only=True)
-        state = torch.load(folder / STATE_FILE, map_location=device, weights_only=True)
+        weights = load_file(folder / MODEL_FILE, device)
+        state = load_file(folder / STATE_FILE, device)
         try:
             self.model.load_state_dict(weights)
             self.optimizer.load_state_dict(state["optimizer"])
@@ -78,6 +79,17 @@ class TrainState:
             state["schedule"], place["epoch"], place["rows_in_epoch"], place["gain"]
         )
         return progress
+
+
+def load_file(file: Path, device: torch.device) -> Any:
+    """What ``torch.save`` wrote, without unpickling code.
+
+    Raises:
+        ConfigError: it is missing, or ends too early; names it.
+    """
+    if not zipfile.is_zipfile(file):
+        raise ConfigError(f"{file}: missing, damaged or not written to its end")
+    return torch.load(file, map_location=device, weights_only=True)
 
 
 def seed_everything(seed: int, epoch: int, rank: int, step: int = 0) -> None:

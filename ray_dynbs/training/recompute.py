@@ -31,7 +31,7 @@ _OWN_WAYS = (
 """Methods by which models of the transformers library do it themselves, the newer one first."""
 
 
-def checkpoint_activations(model: nn.Module, layers: Layers) -> int:
+def checkpoint_activations(model: nn.Module, layers: Layers) -> dict[str, int]:
     """Let layers of a model compute their activations again; names of parameters stay as they are.
 
     Args:
@@ -40,7 +40,7 @@ def checkpoint_activations(model: nn.Module, layers: Layers) -> int:
             way, else the layers that repeat, in a ``ModuleList`` or a ``Sequential``.
 
     Returns:
-        Layers that do so now; 0 where the model does it in its own way.
+        What does so now: classes of layers, or of the parts that do it in their own way -> how many.
 
     Raises:
         ConfigError: there is no such layer, or none that repeats (says which classes there are), or the model
@@ -50,7 +50,7 @@ def checkpoint_activations(model: nn.Module, layers: Layers) -> int:
     if knowing and isinstance(layers, str):
         for part in knowing:
             _ask(part)
-        return 0
+        return _counted(knowing)
     found = _repeated(model) if isinstance(layers, str) else _named(model, layers)
     for part in knowing:
         if any(layer in found for layer in part.modules()):
@@ -59,9 +59,14 @@ def checkpoint_activations(model: nn.Module, layers: Layers) -> int:
                 f"memory.activation_checkpointing names layers of {type(part).__name__}, which does it in "
                 "its own way; allowed: auto, or off"
             )
+    counted = _counted(found)
     for layer in found:
         layer.__class__ = _recomputing(type(layer))  # type: ignore[arg-type]  # mypy on Module.__hash__
-    return len(found)
+    return counted
+
+
+def _counted(layers: Sequence[nn.Module]) -> dict[str, int]:
+    return dict(Counter(type(layer).__name__ for layer in layers))
 
 
 def _knowing(model: nn.Module) -> list[nn.Module]:

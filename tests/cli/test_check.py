@@ -205,6 +205,16 @@ def test_wrong_input(case: str, command: str, config: Path, capsys: pytest.Captu
     assert not (config.parent / "runs").exists()
 
 
+@pytest.mark.parametrize(("command", "key"), [("check", "epochs"), ("tune", "seeds")])
+def test_a_value_of_the_command_line_is_not_blamed_on_the_file(
+    command: str, key: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if command == "tune":
+        config.write_text("base: {}\nspace: {batch.initial: {choice: [8, 16]}}\n")
+    err = call(capsys, command, str(config), "--set", f"{key}=many", "--set", "name=a")[2]
+    assert err.startswith(f"error: {config} with --set {key}=many --set name=a: {key} is 'many'; allowed")
+
+
 TOGETHER = {
     "noise off": (
         ["policy.name=noise_scale", "noise.measure_every=null"],
@@ -449,7 +459,7 @@ def test_what_a_task_may_return_as_data(
     (config.parent / "bringing.py").write_text(
         f"from ray_dynbs.tasks.tabular import build_model, loss\ndef datasets(config):\n    {body}\n"
     )
-    command = [sys.executable, "-m", "ray_dynbs.cli.main", "check", config.name]
+    command = [sys.executable, "-m", "ray_dynbs", "check", config.name]
     result = subprocess.run(
         [*command, "--set", "task=bringing", "--set", "data.train=null", "--set", "batch.initial=8"],
         cwd=config.parent,

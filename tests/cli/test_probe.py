@@ -173,6 +173,13 @@ def test_wrong_settings(setting: str, complaint: str, capsys: pytest.CaptureFixt
     assert complaint in err
 
 
+def test_layers_that_compute_activations_again_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    setting = "memory.activation_checkpointing=[Conv2d]"
+    code, out, _ = call(capsys, "check", str(DIGITS), "--set", setting)
+    assert code == 0
+    assert "activations computed again in the backward: 2 Conv2d" in out
+
+
 def test_no_headroom_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = call(capsys, "check", str(DIGITS), "--set", "memory.headroom=0")
     assert code == 0

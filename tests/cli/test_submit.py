@@ -33,7 +33,7 @@ def submit(
     environment = node.environment(token=found) | {"PYTHONPATH": str(ROOT)}
     environment.pop("RAY_AUTH_MODE", None)
     return subprocess.Popen(
-        [sys.executable, "-m", "ray_dynbs.cli.main", "submit", *arguments, "--address", node.jobs],
+        [sys.executable, "-m", "ray_dynbs", "submit", *arguments, "--address", node.jobs],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -15,7 +15,8 @@ import yaml
 
 from ray_dynbs.config import load_config
 from ray_dynbs.core.journal import decode_lines, replay
-from ray_dynbs.storage.run_directory import EPOCH_SCHEMA, RunDirectory
+from ray_dynbs.storage.run_directory import RunDirectory
+from ray_dynbs.storage.tables import EPOCH_SCHEMA
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,8 @@ from ray_dynbs.config import Config
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.journal import decode_lines, replay
 from ray_dynbs.core.signal import Signal
-from ray_dynbs.storage.run_directory import DECISIONS, EPOCH_SCHEMA, RunDirectory
+from ray_dynbs.storage.run_directory import DECISIONS, RunDirectory
+from ray_dynbs.storage.tables import EPOCH_SCHEMA
 
 CONFIG = Config.model_validate(
     {

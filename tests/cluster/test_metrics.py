@@ -25,7 +25,8 @@ from ray_dynbs.config import Config
 from ray_dynbs.core.decision import Decision
 from ray_dynbs.core.journal import decode_lines
 from ray_dynbs.core.signal import Signal
-from ray_dynbs.storage.run_directory import DECISIONS, EPOCH_SCHEMA, RunDirectory
+from ray_dynbs.storage.run_directory import DECISIONS, RunDirectory
+from ray_dynbs.storage.tables import EPOCH_SCHEMA
 from ray_dynbs.tasks.loading import load_task
 from ray_dynbs.tasks.sources import resolve_sources
 

@@ -147,8 +147,12 @@ def test_a_trial_keeps_to_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_checkpoint_that_was_replaced_meanwhile_is_the_newest_beside_it(tmp_path: Path) -> None:
     """A driver killed with kill -9 may have recorded one that a later epoch's has replaced since."""
-    (tmp_path / "checkpoint_000009").mkdir()
-    (tmp_path / "checkpoint_000024").mkdir()
+    for number, listed in ((9, "{}"), (24, '{"seed-5/state.pt": 3}'), (25, '{"seed-5/state.pt": 4}')):
+        folder = tmp_path / f"checkpoint_{number:06d}" / "seed-5"
+        folder.mkdir(parents=True)
+        (folder / "state.pt").write_text("abc")
+        (folder.parent / "whole.json").write_text(listed)
+    (tmp_path / "checkpoint_000026").mkdir()  # the kill came while it was copied, as with 25
     (tmp_path / "params.json").touch()
     for recorded, expected in (("checkpoint_000009", 9), ("checkpoint_000023", 24)):
         found = still_there(tune.Checkpoint(str(tmp_path / recorded)))

@@ -80,7 +80,11 @@ def test_where_the_slope_changes_once_eight_are(world: dict[str, float], factor:
 def test_where_too_much_ends_the_process_it_comes_from_below(
     world: dict[str, float], factor: float, at: float, chance: random.Random, scatter: float
 ) -> None:
-    """Whatever the slope does, up to twice what it was; and with readings that scatter."""
+    """Whatever the slope does, up to twice what it was; and with readings that scatter.
+
+    The next size must not end the process even at twice the slope, or along a square: with a limit of a few
+    rows there is none, so up to four are missed (counted over all worlds of up to 60 rows).
+    """
     maximum, most = int(world["maximum"]), int(world["most"])
     target = CAPACITY * (1 - world["headroom"])
     bend = max(1, int(maximum * at)) if factor != 1 else maximum
@@ -94,7 +98,7 @@ def test_where_too_much_ends_the_process_it_comes_from_below(
     truth = min(maximum, most)
     assert len(search.peaks) <= 16
     assert search.best is not None
-    assert search.best >= (1 - TOLERANCE if not scatter and world["headroom"] >= 0.1 else 0.5) * truth - 2
+    assert search.best >= (1 - TOLERANCE if not scatter and world["headroom"] >= 0.1 else 0.5) * truth - 4
 
 
 @settings(max_examples=300)

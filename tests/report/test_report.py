@@ -21,7 +21,8 @@ from ray_dynbs.report.history import read_history
 from ray_dynbs.report.page import render_page
 from ray_dynbs.report.panels import draw_png, panels_of
 from ray_dynbs.report.write import write_report
-from ray_dynbs.storage.run_directory import CONFIG, DECISIONS, EPOCH_SCHEMA, RunDirectory
+from ray_dynbs.storage.run_directory import CONFIG, DECISIONS, RunDirectory
+from ray_dynbs.storage.tables import EPOCH_SCHEMA
 from tests.browser import look_at, needs_a_browser
 
 

@@ -16,11 +16,11 @@ from ray_dynbs.storage.run_directory import CONFIG, RunDirectory
 from ray_dynbs.storage.search_directory import (
     RESULTS,
     SEARCH_PAGE,
-    parquet_bytes,
     read_trials,
     trial_directory,
     write_trials,
 )
+from ray_dynbs.storage.tables import read_table, table_bytes, table_of
 from tests.browser import look_at, needs_a_browser
 
 
@@ -168,7 +168,7 @@ def test_rows_of_any_kind_become_columns(tmp_path: Path) -> None:
         {"a": 1.0, "b": "x", "c": [1.0], "d": '[1, "x"]', "e": None},
         {"a": 2.5, "b": None, "c": None, "d": '"y"', "e": True},
     ]
-    assert parquet_bytes([])
+    assert read_table(table_bytes(table_of([])), "empty").num_rows == 0
 
 
 @needs_a_browser

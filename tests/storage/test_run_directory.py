@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ray_dynbs.core.errors import ConfigError
-from ray_dynbs.storage.run_directory import CONFIG, EPOCH_SCHEMA, RunDirectory
+from ray_dynbs.storage.run_directory import CONFIG, DECISIONS, EPOCHS, RunDirectory
+from ray_dynbs.storage.tables import EPOCH_SCHEMA
 
 
 def test_a_taken_name_gets_a_number_and_the_newest_is_the_highest(tmp_path: Path) -> None:
@@ -59,6 +60,19 @@ def test_epochs_keep_their_schema_and_their_gaps(tmp_path: Path) -> None:
     row = dict.fromkeys(EPOCH_SCHEMA.names) | {"epoch": 0, "rows": 7, "train_loss": 0.1}
     run.write_epochs([row])
     assert run.read_epochs() == [row]
+
+
+def test_what_is_damaged_is_named(tmp_path: Path) -> None:
+    run = RunDirectory.create(str(tmp_path), "run")
+    run.write_epochs([dict.fromkeys(EPOCH_SCHEMA.names) | {"epoch": 0}])
+    whole = run.read_bytes(EPOCHS)
+    for damaged in (b"", whole[:-9], whole[:100], b"PAR1" + bytes(50) + b"PAR1"):
+        run.write_bytes(EPOCHS, damaged)
+        with pytest.raises(ConfigError, match=f"{run.uri}/{EPOCHS}: damaged, not a whole Parquet file: "):
+            run.read_epochs()
+    run.write_text(DECISIONS, '{"version": 1')
+    with pytest.raises(ConfigError, match=f"{run.uri}/{DECISIONS} line 1 is not a decision"):
+        run.read_decisions()
 
 
 def test_what_is_missing_or_foreign_is_said(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ import math
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from pyarrow.fs import FileSelector, FileType
+from pyarrow.fs import FileSelector, FileSystem, FileType
 from ray import tune
 
 from ray_dynbs.cluster.search.group import Group, OneRank, RanksInActors, TrialInput
@@ -19,6 +20,8 @@ from ray_dynbs.storage.search_directory import RESULTS, read_results, trial_dire
 
 UNREACHED = 1e18
 """Cost of a target that was not reached."""
+_WHOLE = "whole.json"
+"""A checkpoint's list of its files -> bytes: one that was not copied to its end does not fit its list."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,13 @@ class Trial(tune.Trainable):
         """Everything to go on from, also by another trial whose thresholds differ."""
         if self._begun and self._group is not None and not self._again:
             self._group.write_checkpoints(checkpoint_dir)
+            folder = Path(checkpoint_dir)
+            sizes = {
+                path.relative_to(folder).as_posix(): path.stat().st_size
+                for path in folder.rglob("*")
+                if path.is_file()
+            }
+            (folder / _WHOLE).write_text(json.dumps(sizes))
 
     def restore(self, checkpoint_path: Any) -> None:
         """Go on from a checkpoint, or from a later one that a driver, killed since, had replaced it by."""
@@ -150,13 +160,25 @@ class Trial(tune.Trainable):
 
 
 def still_there(checkpoint: Any) -> Any:
-    """The checkpoint itself, or where it is gone the newest one beside it."""
+    """The checkpoint itself, or where it is gone the newest whole one beside it."""
     files, path = checkpoint.filesystem, checkpoint.path.rstrip("/")
     if files.get_file_info(path).type != FileType.NotFound:
         return checkpoint
     beside = files.get_file_info(FileSelector(path.rpartition("/")[0], allow_not_found=True))
     names = sorted(each.path for each in beside if each.base_name.startswith("checkpoint_"))
-    return type(checkpoint)(names[-1], filesystem=files) if names else checkpoint
+    whole = next((name for name in reversed(names) if _is_whole(files, name)), None)
+    return type(checkpoint)(whole, filesystem=files) if whole else checkpoint
+
+
+def _is_whole(files: FileSystem, folder: str) -> bool:
+    """Whether every file is there as it was written: who was killed while copying leaves less."""
+    try:
+        with files.open_input_stream(f"{folder}/{_WHOLE}") as stream:
+            sizes = json.loads(stream.read())
+    except (OSError, ValueError):
+        return False
+    found = files.get_file_info([f"{folder}/{name}" for name in sizes])
+    return [each.size for each in found] == list(sizes.values())
 
 
 def _known(value: float, mode: str) -> float:
