@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ray_dynbs.training.aside import copy_aside
 from ray_dynbs.training.precision import MixedPrecision
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -22,7 +23,7 @@ class Snapshot:
 
     Of the model: parameters, buffers (also those that a forward makes or replaces), modes, and plain
     attributes (numbers, words, tensors, generators; not what is in lists and dictionaries). What a task keeps
-    elsewhere it keeps. Tensors are copied into the host's memory.
+    elsewhere it keeps. Tensors are copied to the host (``aside.py``).
 
     Args:
         model: The model.
@@ -38,7 +39,7 @@ class Snapshot:
         precision: MixedPrecision,
         device: torch.device,
     ) -> None:
-        self._parameters = [(each, _copied(each)) for each in model.parameters()]
+        self._parameters = [(each, copy_aside(each)) for each in model.parameters()]
         self._modules = [_Module.of(module) for module in model.modules()]
         self._optimizers = [_Optimizer.of(optimizer) for optimizer in optimizers]
         self._scaler = precision.scaler
@@ -72,7 +73,7 @@ class _Tensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Tensor:
-        return cls(tensor, _copied(tensor))
+        return cls(tensor, copy_aside(tensor))
 
     def restored(self) -> torch.Tensor:
         """The same object, with the content put back."""
@@ -162,13 +163,9 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     )
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
 def _kept(values: Kept) -> Kept:
-    """A copy, with the tensors in the host's memory."""
-    return {k: _copied(v) if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in values.items()}
+    """A copy, with the tensors on the host."""
+    return {k: copy_aside(v) if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in values.items()}
 
 
 def _put_back(present: Kept, kept: Kept, device: torch.device | None) -> None:
