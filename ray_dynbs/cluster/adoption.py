@@ -22,6 +22,7 @@ from ray_dynbs.training.feed import IndexedFeed, RowStore
 from ray_dynbs.training.gauge import MemoryGauge
 from ray_dynbs.training.loop import TrainingLoop
 from ray_dynbs.training.lr import Schedule
+from ray_dynbs.training.measuring import takes_memory
 from ray_dynbs.training.plain import plain_model
 from ray_dynbs.training.precision import MixedPrecision
 from ray_dynbs.training.probe import Probe
@@ -144,7 +145,11 @@ class Adoption:
         settings, world = self.settings, self.world
         start, most = settings.probed_sizes(num_rows=feed.num_rows, world_size=world.size, known=known)
         gauge = MemoryGauge(world, settings.memory.headroom)
-        probe = Probe(self.model, self.step, self.precision, world, gauge)
+        noise = settings.noise
+        measure = takes_memory(
+            noise.measure_every, settings.lone, world.size, preconditioned=noise.preconditioned
+        )
+        probe = Probe(self.model, self.step, self.precision, world, gauge, measure=measure)
         return probe.find(loss_fn, feed.largest, start=start, most=most, sweep=sweep)
 
     def doubts(self) -> list[str]:

@@ -22,6 +22,8 @@ from ray_dynbs.training.feed import IndexedFeed, sequential_batches
 from ray_dynbs.training.gauge import MemoryGauge
 from ray_dynbs.training.loop import TrainingLoop
 from ray_dynbs.training.lr import Schedule
+from ray_dynbs.training.measuring import takes_memory
+from ray_dynbs.training.noise import Measure
 from ray_dynbs.training.optimizers import build_optimizer, build_scheduler
 from ray_dynbs.training.precision import MixedPrecision
 from ray_dynbs.training.probe import Probe
@@ -107,8 +109,15 @@ class Parts:
         )
         self.state.model.train()  # as every epoch begins
         gauge = MemoryGauge(world, config.memory.headroom, self.share)
-        probe = Probe(self.state.model, step, self.state.precision, world, gauge)
+        probe = Probe(self.state.model, step, self.state.precision, world, gauge, measure=self._kept_noise)
         return probe.find(self.loss, self.feed.largest, start=start, most=most, sweep=sweep)
+
+    @property
+    def _kept_noise(self) -> Measure | None:
+        noise = self.config.noise
+        return takes_memory(
+            noise.measure_every, self.config.lone, self.world.size, preconditioned=noise.preconditioned
+        )
 
     @property
     def memory_key(self) -> str:
@@ -116,7 +125,7 @@ class Parts:
         parts = {"task", "task_args", "precision", "clip_grad_norm", "optimizer", "data", "memory"}
         chosen = self.config.model_dump(include=parts)
         chosen["optimizer"].pop("lr")
-        return repr([chosen, self.config.batch.max])
+        return repr([chosen, self.config.batch.max, self._kept_noise, self.config.noise.preconditioned])
 
     def loss(self, batch: TensorBatch) -> tuple[Any, ...]:
         """The task's loss of a micro-batch."""

@@ -103,8 +103,8 @@ class FlatGradients:
         self._tail[0] += loss_sum.detach()
         self._tail[1] += weight
 
-    def weigh(self, weights: torch.Tensor) -> None:
-        """Take squared norms of pieces in another metric from now on: every gradient times its weight."""
+    def weigh(self, weights: torch.Tensor | None) -> None:
+        """Take squared norms of gradients times these weights from now on; ``None``: as they are."""
         self._weights = weights
 
     def sq_norm(self, gradients: torch.Tensor | None = None) -> torch.Tensor:

@@ -18,6 +18,22 @@ FIRST_SPLIT_EVERY, MOST_EVERY = 10, 1_000
 Every = int | Literal["auto"] | None
 
 
+def takes_memory(every: Every, lone: Lone, world_size: int, *, preconditioned: bool) -> Measure | None:
+    """What a run measures that takes as much memory as all gradients, and keeps it from one step to the next.
+
+    Args:
+        every: As for :class:`Measuring`.
+        lone: Likewise.
+        world_size: Ranks.
+        preconditioned: Whether the norms are those of Adam's metric, which is kept.
+    """
+    if every is None:
+        return None
+    if lone == "successive" and world_size == 1:
+        return "successive"
+    return "pieces" if preconditioned else None
+
+
 class Measuring:
     """Decides which steps are measured, the same ones on all ranks.
 

@@ -107,8 +107,9 @@ class NoiseMeter:
         return _Ranks(self, watch) if self.world.size > 1 else _MicroBatches(self, watch)
 
     def forget(self) -> None:
-        """Keep no gradient: what follows must not depend on what came before."""
+        """Keep no gradient and no metric: what follows must not depend on what came before."""
         self.kept = None
+        self.gradients.weigh(None)
 
     def _weigh(self) -> bool:
         """Take the optimizers' present second moments for the metric; whether they have any."""

@@ -22,6 +22,7 @@ from ray_dynbs.core.probed import FASTER, Limit, ProbeResult, SizeTried, faster_
 from ray_dynbs.core.probing import MicroBatchSearch
 from ray_dynbs.core.units import gib
 from ray_dynbs.training.gauge import Gauge, Peak
+from ray_dynbs.training.noise import Measure
 from ray_dynbs.training.oom import free_memory, is_out_of_memory
 from ray_dynbs.training.precision import MixedPrecision
 from ray_dynbs.training.snapshot import Snapshot
@@ -74,6 +75,7 @@ class Probe:
         precision: Its loss scaler.
         world: The ranks.
         gauge: Measures the memory.
+        measure: What the run's steps measure that takes memory (``measuring.takes_memory``).
     """
 
     def __init__(
@@ -83,9 +85,11 @@ class Probe:
         precision: MixedPrecision,
         world: World,
         gauge: Gauge,
+        *,
+        measure: Measure | None = None,
     ) -> None:
         self._model, self._step, self._precision = model, step, precision
-        self._world, self._gauge = world, gauge
+        self._world, self._gauge, self._measure = world, gauge, measure
 
     def find(
         self,
@@ -109,7 +113,7 @@ class Probe:
             ConfigError: not even one row fits; says how much it takes.
             OtherRankFailedError: another rank failed, which has the reason.
         """
-        runner = SizeRunner(self._step, self._world, self._gauge, loss_fn, make_batch)
+        runner = SizeRunner(self._step, self._world, self._gauge, loss_fn, make_batch, measure=self._measure)
         before = Snapshot(self._model, self._step.optimizers, self._precision, self._world.device)
         try:
             runner.settle(before)
@@ -126,6 +130,7 @@ class Probe:
         finally:
             before.restore()
             self._step.gradients.zero()
+            self._step.noise.forget()
             self._gauge.reset()  # gives the device's cache back
         if search.best is None or fastest is None:
             raise ConfigError(_nothing_fits(runner))
@@ -154,13 +159,21 @@ class SizeRunner:
         gauge: Measures the memory.
         loss_fn: Loss sum and weight of a micro-batch.
         make_batch: Rows -> a micro-batch.
+        measure: What steps measure of the gradient's noise.
     """
 
     def __init__(
-        self, step: OptimizerStep, world: World, gauge: Gauge, loss_fn: LossFn, make_batch: MakeBatch
+        self,
+        step: OptimizerStep,
+        world: World,
+        gauge: Gauge,
+        loss_fn: LossFn,
+        make_batch: MakeBatch,
+        *,
+        measure: Measure | None = None,
     ) -> None:
         self._step, self._world, self._gauge = step, world, gauge
-        self._loss_fn, self._make_batch = loss_fn, make_batch
+        self._loss_fn, self._make_batch, self._measure = loss_fn, make_batch, measure
         self.tried: list[SizeTried] = []
         self.doubts: list[str] = []
         self.is_spoilt = False
@@ -168,7 +181,7 @@ class SizeRunner:
         self.usable_bytes = math.nan
 
     def settle(self, before: Snapshot) -> None:
-        """Take a step without any rows: optimizers make their state, and what it takes is no rows' doing.
+        """Take steps without any rows: optimizers make their state, and what it takes is no rows' doing.
 
         Args:
             before: Put back first, and where it fails: a real step will say what is wrong.
@@ -177,7 +190,8 @@ class SizeRunner:
         self._gauge.reset()
         try:
             with self._step.alone():
-                self._step.run([], self._loss_fn, rows=1, adjustment=STILL)
+                for _ in range(STEPS):  # in the second one noise is measured in the metric of that state
+                    self._step.run([], self._loss_fn, rows=1, adjustment=STILL, measure=self._measure)
         except Exception:  # noqa: BLE001  # said by the first size that needs such a step
             before.restore()
         self._rest = self._fullest(self._gauge.peak()).used_bytes
@@ -253,7 +267,9 @@ class SizeRunner:
                 for _ in range(STEPS):
                     started = time.perf_counter()
                     batches = (self._make_batch(rows) for _ in range(2))
-                    result = self._step.run(batches, self._loss_fn, rows=2 * rows, adjustment=STILL)
+                    result = self._step.run(
+                        batches, self._loss_fn, rows=2 * rows, adjustment=STILL, measure=self._measure
+                    )
                     self.is_spoilt = not math.isfinite(result.loss_sum.item())  # waits for the device
                     seconds = time.perf_counter() - started
         except Exception as error:  # noqa: BLE001  # sorted by the caller, who speaks with the other ranks

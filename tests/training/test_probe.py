@@ -26,7 +26,9 @@ from ray_dynbs.training.columns import ColumnStore
 from ray_dynbs.training.datasets import DatasetStore
 from ray_dynbs.training.feed import IndexedFeed
 from ray_dynbs.training.gauge import MemoryGauge, Peak
+from ray_dynbs.training.measuring import takes_memory
 from ray_dynbs.training.memory import PeakMeter
+from ray_dynbs.training.noise import Measure
 from ray_dynbs.training.oom import is_out_of_memory
 from ray_dynbs.training.precision import MixedPrecision
 from ray_dynbs.training.probe import Probe, unless_it_fails
@@ -470,6 +472,42 @@ def test_a_loss_that_is_no_number_for_one_row_spoils_no_other_size(monkeypatch: 
     )
     whole = Probe(model, step, precision, World(0, 1, CPU), memory)
     assert whole.find(loss, feed.largest, start=16, most=1000).largest >= 97
+
+
+@pytest.mark.parametrize(("measure", "largest"), [(None, 100), ("successive", 52), ("pieces", 52)])
+def test_what_measuring_noise_keeps_counts(measure: Measure | None, largest: int) -> None:
+    """The gradient of the step before, or Adam's metric: the first measured step must not run out."""
+    model, precision = small_model(), MixedPrecision("fp64", CPU)
+    step = OptimizerStep(model, adam(model), World(0, 1, CPU), precision, preconditioned=measure == "pieces")
+
+    def kept() -> bool:
+        return step.noise.kept is not None or step.gradients._weights is not None
+
+    memory = SimulatedMemory(model, lambda rows: line(100)(rows) + (5e9 if kept() else 0))
+    feed = IndexedFeed(
+        ColumnStore([table(50)]), rank=0, plan=BatchPlan.fit(4, 1), seed=0, shuffle="full", device=CPU
+    )
+    whole = Probe(model, step, precision, World(0, 1, CPU), memory, measure=measure)
+    found = whole.find(memory.loss, feed.largest, start=16, most=1000)
+    assert 0.97 * largest <= found.largest <= largest
+    assert not kept()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (("auto", "none", 1, False), None),
+        (("auto", "split", 1, False), None),
+        (("auto", "successive", 1, False), "successive"),
+        (("auto", "successive", 2, False), None),
+        ((10, "none", 2, True), "pieces"),
+        ((10, "successive", 1, True), "successive"),
+        ((None, "successive", 1, True), None),
+    ],
+)
+def test_what_of_it_is_kept(given: tuple[Any, Any, int, bool], expected: Measure | None) -> None:
+    every, lone, world_size, preconditioned = given
+    assert takes_memory(every, lone, world_size, preconditioned=preconditioned) == expected
 
 
 def test_modes_are_those_of_the_loop() -> None:
