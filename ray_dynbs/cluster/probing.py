@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray.train.torch
@@ -77,10 +77,8 @@ def run_probe(config: Config, data: PreparedData) -> ProbeReport:
 def probe_worker(loop_config: dict[str, Any]) -> ProbeReport:
     """The train loop of a probe."""
     given: ProbeInput = loop_config["input"]
-    noise = given.config.noise.model_copy(update={"measure_every": 1, "lone": "split"})
-    config = given.config.model_copy(update={"noise": noise})
     world = World.current(ray.train.torch.get_device())
-    parts = build_parts(config, world, open_stores(config, given.blocks))
+    parts = build_parts(given.config, world, open_stores(given.config, given.blocks))
     step = parts.make_step()
     result = parts.probe_memory(step)
     return ProbeReport(result, _noise_scale(parts, step, result), world.size, str(world.device))
@@ -88,7 +86,9 @@ def probe_worker(loop_config: dict[str, Any]) -> ProbeReport:
 
 def _noise_scale(parts: Parts, step: OptimizerStep, result: ProbeResult) -> Estimate | None:
     """Of the first steps of a run at its initial batch; the weights move, and are thrown away."""
-    config, world = parts.config, parts.world
+    noise = parts.config.noise.model_copy(update={"measure_every": 1, "lone": "split"})
+    config, world = parts.config.model_copy(update={"noise": noise}), parts.world
+    parts = replace(parts, config=config)
     initial = min(config.batch.initial, parts.feed.num_rows)
     parts.feed.set_plan(BatchPlan.fit(initial, world.size, result.largest))
     loop = parts.make_loop(step, Progress())

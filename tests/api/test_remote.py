@@ -38,6 +38,13 @@ def node(request: pytest.FixtureRequest) -> Iterator[Head]:
         yield started
 
 
+OPEN, WITH_TOKEN = (
+    pytest.mark.parametrize("node", [asked], ids=[name], indirect=True)
+    for asked, name in ((False, "open"), (True, "token"))
+)
+"""For what is the same on both, once it is connected."""
+
+
 def environment(node: Head, *, token: bool | None = None) -> dict[str, str]:
     """Of a user who has the token, if there is one, but has not told Ray so."""
     found = node.environment(token=node.with_token if token is None else token)
@@ -122,6 +129,7 @@ def test_the_quickstart(node: Head) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@WITH_TOKEN
 def test_an_interrupted_kernel_re_attaches_in_another_one(node: Head, tmp_path: Path) -> None:
     connect = 'import os, ray_dynbs\nray_dynbs.connect(os.environ["RAY_DYNBS_ADDRESS"], working_dir=None)'
     config = ROOT / "jobs" / "configs" / "digits.yaml"
@@ -187,6 +195,7 @@ def script(text: str, variables: dict[str, str], folder: Path) -> subprocess.Com
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@OPEN
 def test_a_task_beside_the_script_and_its_failures(node: Head, tmp_path: Path) -> None:
     """The folder is sent; what is wrong is raised as what it is, and the next run may have the name."""
     (tmp_path / "own_task.py").write_text(

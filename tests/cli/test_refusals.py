@@ -137,8 +137,9 @@ NAN = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.parametrize("on_nonfinite", ["stop", pytest.param("skip", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
 def test_a_loss_that_is_not_finite(start: Any, tmp_path: Path, on_nonfinite: str) -> None:
     """In the sixth step, of the second epoch: stops and names it, or leaves it out and never grows."""
     policy = {"name": "threshold", "grad_norm_low": 1e6, "grad_norm_high": 1e9}

@@ -53,12 +53,9 @@ def fit(
     return trainer.fit().return_value, trainer.record
 
 
-@pytest.mark.parametrize("fail_in", [None, 2])
 @pytest.mark.usefixtures("cluster")
-def test_a_loop_of_a_users_own_equals_a_plain_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], fail_in: int | None
-) -> None:
-    """DDP, frozen parameters, groups, LambdaLR, clipping, own checkpoints; also with a failure in epoch 3."""
+def test_a_loop_of_a_users_own_equals_a_plain_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DDP, frozen parameters, groups, LambdaLR, clipping, own checkpoints, a failure in epoch 3."""
     blocks = split_table(table(NUM_ROWS), [20, 21, 50])
     found, record = fit(
         adopted_loops.adapter_loop,
@@ -67,10 +64,11 @@ def test_a_loop_of_a_users_own_equals_a_plain_one(
         ADAPTER,
         max_failures=1,
         datasets={"train": ray.data.from_arrow(blocks)},
-        train_loop_config={"fail_in": fail_in},
+        train_loop_config={"fail_in": 2},
     )
     expected = adopted_loops.plain_adapter_loop()
-    lost = 0 if fail_in is None else len(expected["losses"]) - len(found["losses"])
+    lost = len(expected["losses"]) - len(found["losses"])  # those before it are in another process's list
+    assert 0 < lost < len(expected["losses"])
     np.testing.assert_allclose(found["losses"], expected["losses"][lost:], rtol=1e-10)
     np.testing.assert_allclose(found["weights"], expected["weights"], rtol=1e-10)
     assert found["lrs"] == pytest.approx(expected["lrs"])
@@ -81,8 +79,7 @@ def test_a_loop_of_a_users_own_equals_a_plain_one(
     decisions = list(decode_lines(record.read_text(DECISIONS)))
     settings = ray_dynbs.TorchTrainer(lambda: None, dynbs=ADAPTER).settings
     assert replay(decisions, settings.make_manager) == []
-    shown = capsys.readouterr().out
-    assert ("the workers were restarted" in shown) == (fail_in is not None)
+    assert "the workers were restarted" in capsys.readouterr().out
     assert record.exists("report.html")
 
 

@@ -94,21 +94,27 @@ def same_history(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
         )
 
 
+def see_what_was_received(folder: Path, directory: RunDirectory, epochs: int) -> None:
+    """The rows that both workers received are the sizes of the journal, within epochs too."""
+    by_step = {each.step: each.plan.global_batch_size for each in directory.read_decisions()}
+    expected: list[list[list[int]]] = [[], []]
+    step, size = 0, 9
+    for epoch in range(epochs):
+        order = epoch_order(NUM_ROWS, seed=5, epoch=epoch, shuffle="window").tolist()
+        while order:
+            size = by_step.get(step, size)
+            rows, order, step = order[:size], order[size:], step + 1
+            for rank in (0, 1):
+                share = rank_share(len(rows), rank, 2)
+                expected[rank] += [rows[share.start : share.stop]] if share else []
+    assert [received(folder, rank) for rank in (0, 1)] == expected
+    assert [row["rows"] for row in history(directory)] == [NUM_ROWS] * epochs
+
+
 def test_every_worker_receives_exactly_the_decided_rows(straight: tuple[Path, RunDirectory]) -> None:
     """A change reaches the very next step of both workers: the rows they received prove it."""
-    folder, directory = straight
-    expected: list[list[list[int]]] = [[], []]
-    for epoch in range(EPOCHS):
-        order = epoch_order(NUM_ROWS, seed=5, epoch=epoch, shuffle="window").tolist()
-        size = SIZES[epoch % len(SIZES)]
-        for start in range(0, NUM_ROWS, size):
-            step = order[start : start + size]
-            for rank in (0, 1):
-                share = rank_share(len(step), rank, 2)
-                expected[rank] += [step[share.start : share.stop]] if share else []
-    assert [received(folder, rank) for rank in (0, 1)] == expected
-    assert [row["global_batch_size"] for row in history(directory)] == [SIZES[e % 5] for e in range(EPOCHS)]
-    assert [row["rows"] for row in history(directory)] == [NUM_ROWS] * EPOCHS
+    see_what_was_received(*straight, EPOCHS)
+    assert [row["global_batch_size"] for row in history(straight[1])] == [SIZES[e % 5] for e in range(EPOCHS)]
 
 
 def test_the_reported_lr_is_schedule_times_rule_times_warm_up(straight: tuple[Path, RunDirectory]) -> None:
@@ -124,11 +130,11 @@ def test_the_reported_lr_is_schedule_times_rule_times_warm_up(straight: tuple[Pa
         assert row["lr"] == pytest.approx(base * scale, rel=1e-9)
 
 
-@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
 def test_the_number_of_workers_does_not_change_a_run(
-    straight: tuple[Path, RunDirectory], tmp_path: Path, num_workers: int
+    straight: tuple[Path, RunDirectory], tmp_path: Path
 ) -> None:
-    _, directory = run(make_config(tmp_path, num_workers, blocks=[]))
+    _, directory = run(make_config(tmp_path, 3, blocks=[]))
     same_history(history(directory), history(straight[1]))
     np.testing.assert_allclose(weights(directory), weights(straight[1]), rtol=1e-10)
 
@@ -154,31 +160,6 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
     decisions = decode_lines(directory.read_text(DECISIONS))
     assert decisions[4].reasons == (f"restart from version 3 with {num_workers} ranks",)
     assert replay(decisions, config.make_manager) == []
-
-
-def test_sizes_change_within_a_pass(tmp_path: Path) -> None:
-    """Decided every three steps: the rows that both workers received are the sizes of the journal."""
-    config = make_config(tmp_path, 2)
-    batch = config.batch.model_copy(update={"decide_every": {"steps": 3}})
-    config = config.model_copy(update={"batch": batch, "epochs": 2})
-    result, directory = run(config)
-    assert result.epochs == 2
-    decisions = decode_lines(directory.read_text(DECISIONS))
-    assert replay(decisions, config.make_manager) == []
-    by_step = {decision.step: decision.plan.global_batch_size for decision in decisions}
-    expected: list[list[list[int]]] = [[], []]
-    step, size = 0, 9
-    for epoch in range(2):
-        order = epoch_order(NUM_ROWS, seed=5, epoch=epoch, shuffle="window").tolist()
-        while order:
-            size = by_step.get(step, size)
-            rows, order, step = order[:size], order[size:], step + 1
-            for rank in (0, 1):
-                share = rank_share(len(rows), rank, 2)
-                expected[rank] += [rows[share.start : share.stop]] if share else []
-    assert [received(tmp_path, rank) for rank in (0, 1)] == expected
-    assert len(decisions) >= 5
-    assert [row["rows"] for row in history(directory)] == [NUM_ROWS] * 2
 
 
 @pytest.mark.slow
@@ -216,7 +197,10 @@ def test_evaluations_within_an_epoch_reach_decisions_and_the_record(tmp_path: Pa
         }
         return config.model_copy(update=sections)
 
-    _, whole = run(configured(tmp_path / "whole"))
+    config = configured(tmp_path / "whole")
+    _, whole = run(config)
+    see_what_was_received(tmp_path / "whole", whole, 3)
+    assert replay(whole.read_decisions(), config.make_manager) == []
     evaluations = whole.read_evaluations()
     places = [0, *(row["samples_seen"] for row in evaluations if row["epoch"] == 0)]
     assert all(10 <= later - earlier < 10 + 9 for earlier, later in pairwise(places))
