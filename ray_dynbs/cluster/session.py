@@ -64,6 +64,8 @@ def ray_session(address: str | None, *, verbose: bool = False) -> Iterator[None]
     try:
         yield
     finally:
+        if not verbose:  # a pipeline that was interrupted complains once the cluster ends, which is no news
+            logging.getLogger("ray.data").setLevel(logging.CRITICAL)
         ray.shutdown()
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
