@@ -29,8 +29,9 @@ from ray_dynbs.training.gauge import Gauge, MemoryGauge, Peak
 from ray_dynbs.training.memory import read_memory
 from ray_dynbs.training.oom import free_memory
 from ray_dynbs.training.precision import MixedPrecision
-from ray_dynbs.training.probe import Probe, SizeRunner
+from ray_dynbs.training.probe import Probe
 from ray_dynbs.training.recompute import checkpoint_activations
+from ray_dynbs.training.sizes import SizeRunner
 from ray_dynbs.training.step import OptimizerStep
 from ray_dynbs.training.world import World
 

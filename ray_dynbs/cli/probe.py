@@ -103,7 +103,8 @@ def _marked(result: ProbeResult) -> list[tuple[SizeTried, str]]:
             "largest tried": rows == result.largest and result.limit != "memory",
             "knee: as fast as any": rows == result.knee,
             "surely faster than the largest": rows == result.fastest < result.largest,
-            "out of memory": tried.fraction is None,
+            "failed": tried.failed,
+            "out of memory": tried.fraction is None and not tried.failed,
             "in the headroom": tried.fraction is not None and not tried.fits,
         }
         marked.append((tried, ", ".join(words for words, holds in marks.items() if holds)))
@@ -126,6 +127,8 @@ def _print(measured: Measured, report: ProbeReport) -> None:
         f"memory: the peak, others' included, of {gib(result.usable_bytes)} that may be used with headroom "
         f"left free, on {where}"
     )
+    if result.headroom:
+        typer.echo(f"  {result.headroom}")
     if result.line is not None and result.line[1] * result.largest > VISIBLE * result.usable_bytes:
         typer.echo(f"  about {gib(result.line[0])}, and {result.line[1] / 2**20:,.3g} MiB for each row")
     limit = {"memory": "no more fit", "time": "more would take too long to try", None: "no limit was met"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray.train
@@ -144,13 +144,15 @@ class Adoption:
         """
         settings, world = self.settings, self.world
         start, most = settings.probed_sizes(num_rows=feed.num_rows, world_size=world.size, known=known)
-        gauge = MemoryGauge(world, settings.memory.headroom)
+        headroom, reason = settings.headroom
+        gauge = MemoryGauge(world, headroom)
         noise = settings.noise
         measure = takes_memory(
             noise.measure_every, settings.lone, world.size, preconditioned=noise.preconditioned
         )
         probe = Probe(self.model, self.step, self.precision, world, gauge, measure=measure)
-        return probe.find(loss_fn, feed.largest, start=start, most=most, sweep=sweep)
+        found = probe.find(loss_fn, feed.largest, start=start, most=most, sweep=sweep)
+        return replace(found, headroom=reason)
 
     def doubts(self) -> list[str]:
         """What is worth a note at the start."""

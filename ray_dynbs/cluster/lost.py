@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ray_dynbs.training.probe import OtherRankFailedError
+from ray_dynbs.training.sizes import OtherRankFailedError
 
 # When one worker is lost, the others fail because it no longer answers, and may be heard first.
 _CONSEQUENCES = ("Connection closed by peer", "gloo", "NCCL", "Connection reset", "Broken pipe")

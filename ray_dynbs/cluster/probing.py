@@ -85,7 +85,10 @@ def probe_worker(loop_config: dict[str, Any]) -> ProbeReport:
 
 
 def _noise_scale(parts: Parts, step: OptimizerStep, result: ProbeResult) -> Estimate | None:
-    """Of the first steps of a run at its initial batch; the weights move, and are thrown away."""
+    """Of the first steps of a run at its initial batch; the weights move, and are thrown away.
+
+    ``None`` where it is lost in noise, or the run diverges within these steps.
+    """
     noise = parts.config.noise.model_copy(update={"measure_every": 1, "lone": "split"})
     config, world = parts.config.model_copy(update={"noise": noise}), parts.world
     parts = replace(parts, config=config)
@@ -93,8 +96,11 @@ def _noise_scale(parts: Parts, step: OptimizerStep, result: ProbeResult) -> Esti
     parts.feed.set_plan(BatchPlan.fit(initial, world.size, result.largest))
     loop = parts.make_loop(step, Progress())
     parts.state.model.train()
-    for batch in itertools.islice(loop.batches(), NOISE_STEPS):
-        loop.step(batch, parts.loss)
+    try:
+        for batch in itertools.islice(loop.batches(), NOISE_STEPS):
+            loop.step(batch, parts.loss)
+    except FloatingPointError:  # on all ranks alike; sizes are known all the same
+        return None
     pieces = loop.report_interval().totals.pieces
     scale = NoiseScale()
     return scale.estimates(scale.update(scale.init(), pieces)).get("noise_scale")

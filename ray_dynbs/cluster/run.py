@@ -258,7 +258,8 @@ class Run:
         agreement = self._agreement
         known, fresh = agreement.state["micro_ceiling"], self._restored is None
         probe = functools.partial(self._parts.probe_memory, self._feed, loss_fn, known=known, sweep=fresh)
-        found, notes = unless_it_fails(probe)
+        with self._begin()[0].untimed():
+            found, notes = unless_it_fails(probe)
         agreement.notes += notes
         if found is not None and found.ceiling is not None:
             agreement.learn(found.ceiling)

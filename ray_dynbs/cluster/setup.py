@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,7 +44,8 @@ class Parts:
         state: Model, optimizer, schedule and precision.
         feed: This rank's training rows.
         validation: The validation rows, or ``None``.
-        share: Fraction of a device that is this rank's own.
+        share: Fraction of the memory that is this rank's own.
+        siblings: Models like this one that will train in the same process.
     """
 
     config: Config
@@ -54,6 +55,7 @@ class Parts:
     feed: IndexedFeed
     validation: ColumnStore | None
     share: float = 1.0
+    siblings: int = 0
 
     def make_step(self) -> OptimizerStep:
         """The optimizer step.
@@ -108,9 +110,19 @@ class Parts:
             num_rows=self.feed.num_rows, world_size=world.size, fewest=fewest, known=known
         )
         self.state.model.train()  # as every epoch begins
-        gauge = MemoryGauge(world, config.memory.headroom, self.share)
-        probe = Probe(self.state.model, step, self.state.precision, world, gauge, measure=self._kept_noise)
-        return probe.find(self.loss, self.feed.largest, start=start, most=most, sweep=sweep)
+        headroom, reason = config.headroom
+        gauge = MemoryGauge(world, headroom, self.share)
+        probe = Probe(
+            self.state.model,
+            step,
+            self.state.precision,
+            world,
+            gauge,
+            measure=self._kept_noise,
+            siblings=self.siblings,
+        )
+        found = probe.find(self.loss, self.feed.largest, start=start, most=most, sweep=sweep)
+        return replace(found, headroom=reason)
 
     @property
     def _kept_noise(self) -> Measure | None:
@@ -125,7 +137,8 @@ class Parts:
         parts = {"task", "task_args", "precision", "clip_grad_norm", "optimizer", "data", "memory"}
         chosen = self.config.model_dump(include=parts)
         chosen["optimizer"].pop("lr")
-        return repr([chosen, self.config.batch.max, self._kept_noise, self.config.noise.preconditioned])
+        noise = self._kept_noise, self.config.noise.preconditioned
+        return repr([chosen, self.config.batch.max, self.config.headroom, noise])
 
     def loss(self, batch: TensorBatch) -> tuple[Any, ...]:
         """The task's loss of a micro-batch."""
@@ -189,14 +202,15 @@ def open_stores(config: Config, blocks: Mapping[str, Blocks]) -> Stores:
     }
 
 
-def build_parts(config: Config, world: World, stores: Stores, share: float = 1.0) -> Parts:
+def build_parts(config: Config, world: World, stores: Stores, share: float = 1.0, siblings: int = 0) -> Parts:
     """Build everything a worker trains with.
 
     Args:
         config: The run's configuration.
         world: The ranks.
         stores: Split -> its rows.
-        share: Fraction of a device that is this rank's own.
+        share: Fraction of the memory that is this rank's own.
+        siblings: Models like this one that will train in the same process.
 
     Raises:
         ConfigError: the data, the model or the optimizer does not fit the configuration.

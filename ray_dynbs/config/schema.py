@@ -164,6 +164,21 @@ class Batching(Section):
         return min(-(-self.batch.initial // world_size), most), most
 
     @property
+    def headroom(self) -> tuple[float, str]:
+        """Fraction of the memory that a probe leaves free, and why where it is more than asked for.
+
+        ``threshold`` would halve at its first decision what fills more than its own limit.
+        """
+        asked, high = self.memory.headroom, self.policy.get("memory_high")
+        left = round(1 - high, 9) if self.policy["name"] == "threshold" and high is not None else 0.0
+        if left <= asked:
+            return asked, ""
+        return (
+            left,
+            f"{left:.0%} is left free, since policy.memory_high is {high:g} (memory.headroom {asked:g})",
+        )
+
+    @property
     def reference_batch_size(self) -> int:
         """The batch the base LR was tuned for."""
         return self.lr.reference_batch_size or self.batch.initial

@@ -26,12 +26,14 @@ class SizeTried:
         fraction: Peak over what may be used, on the fullest rank; ``None`` where a rank ran out of memory.
         samples_per_s: Rows per second of one rank, the slowest; ``None`` where a rank ran out of memory.
         peak_bytes: Of the fullest memory, with all that others hold of it; ``None`` likewise.
+        failed: It failed by something else than memory.
     """
 
     micro_batch_size: int
     fraction: float | None
     samples_per_s: float | None
     peak_bytes: float | None = None
+    failed: bool = False
 
     @property
     def fits(self) -> bool:
@@ -52,6 +54,7 @@ class ProbeResult:
             to be tried; ``None``: nothing does.
         usable_bytes: Of the fullest memory, what may be used.
         doubts: What could not be measured as it should.
+        headroom: Why more is left free than was asked for; empty where that is not so.
     """
 
     largest: int
@@ -61,6 +64,7 @@ class ProbeResult:
     limit: Limit | None
     usable_bytes: float = math.nan
     doubts: tuple[str, ...] = ()
+    headroom: str = ""
 
     @property
     def ceiling(self) -> int | None:
@@ -94,7 +98,7 @@ class ProbeResult:
         if self.limit == "memory":
             said.append(
                 f"memory: {self.largest} rows fit in one forward, of {self.most} allowed "
-                f"({len(self.tried)} sizes tried)"
+                f"({len(self.tried)} sizes tried)" + (f"; {self.headroom}" if self.headroom else "")
             )
         elif self.limit == "time":
             said.append(

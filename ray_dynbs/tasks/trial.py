@@ -16,6 +16,7 @@ from ray_dynbs.tasks.sources import Source, is_path, parquet_files
 from ray_dynbs.training.columns import ColumnStore
 from ray_dynbs.training.evaluate import batch_sums
 from ray_dynbs.training.feed import RowStore, to_device
+from ray_dynbs.training.oom import is_out_of_memory
 from ray_dynbs.training.sums import PROBE_ROWS, Pair, refuse_mean, untouched
 
 LARGEST_MODEL = 50_000_000
@@ -37,7 +38,8 @@ def check_on_rows(
     Raises:
         ConfigError: the metric that counts is not reported, or something is a mean instead of a sum.
     """
-    rows = np.arange(min(PROBE_ROWS, store.num_rows))
+    most = max(min(config.memory.max_micro_batch_size or PROBE_ROWS, PROBE_ROWS), 2)
+    rows = np.arange(min(most, store.num_rows))
     half = len(rows) // 2
     pieces = [rows, rows[:half], rows[half:]] if half else [rows]
     with untouched(model):
@@ -92,8 +94,8 @@ def try_task(config: Config, task: Any, model: torch.nn.Module, sources: dict[st
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        if any(word in reason.lower() for word in ("cuda", "device", "nvidia")):
-            return
+        if any(word in reason.lower() for word in ("cuda", "device", "nvidia")) or is_out_of_memory(error):
+            return  # the workers may have what this machine has not
         raise ConfigError(
             f"task {config.task!r}: loss or metrics failed on the first rows, whose columns are "
             f"{', '.join(first.column_names)}: {reason}"

@@ -30,15 +30,16 @@ class Limit:
 
 @dataclass(frozen=True)
 class _Names:
-    """What the files of a version are called."""
+    """What the files of a version are called; above ``slowed`` processes all but stand still."""
 
     version: str
     limit: str
     used: str
     cache: str
+    slowed: str = ""
 
 
-_V2 = _Names("v2", "memory.max", "memory.current", "inactive_file")
+_V2 = _Names("v2", "memory.max", "memory.current", "inactive_file", "memory.high")
 _V1 = _Names("v1", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
@@ -85,7 +86,8 @@ def _upwards(mount: Path, path: str) -> list[Path]:
 
 def _limit_of(folder: Path, names: _Names, doubts: list[str]) -> Limit | None:
     """The limit of one group; ``None`` where it has none, or says nothing."""
-    limit = _number(folder / names.limit, doubts)
+    limits = [_number(folder / name, doubts) for name in (names.limit, names.slowed) if name]
+    limit = min((each for each in limits if each is not None), default=None)
     if limit is None or limit >= _NO_LIMIT_BYTES:
         return None
     used = _number(folder / names.used, doubts)

@@ -20,8 +20,8 @@ from ray_dynbs.core.errors import ConfigError
 TensorBatch = dict[str, torch.Tensor]
 
 
-MOST_LOOKED_AT = 10_000
-"""Rows among which the largest one is looked for."""
+MOST_LOOKED_AT, MOST_BYTES_LOOKED_AT, BYTES_AT_ONCE = 10_000, 2**29, 2**25
+"""Rows among which the largest one is looked for, and how much is read for that, in all and in one go."""
 _WIDER = {np.dtype(np.uint16): np.int32, np.dtype(np.uint32): np.int64, np.dtype(np.uint64): np.int64}
 
 
@@ -83,11 +83,17 @@ class ColumnStore:
 
     def largest_row(self) -> int:
         """The row with the fewest zeros among some from all over: all have one size, but padding is zeros."""
-        count = min(self.num_rows, MOST_LOOKED_AT)
+        row_bytes = max(sum(block.nbytes for blocks in self._blocks.values() for block in blocks), 1)
+        row_bytes = max(row_bytes // self.num_rows, 1)
+        count = max(min(self.num_rows, MOST_LOOKED_AT, MOST_BYTES_LOOKED_AT // row_bytes), 1)
         looked_at = np.linspace(0, self.num_rows - 1, count).astype(np.int64)
-        batch = self.gather(looked_at)
-        filled = sum((values.reshape(count, -1) != 0).sum(dim=1) for values in batch.values())
-        return int(looked_at[int(torch.as_tensor(filled).argmax())])
+        largest, most = 0, -1
+        for some in np.array_split(looked_at, min(-(-count * row_bytes // BYTES_AT_ONCE), count)):
+            batch = self.gather(some)
+            filled = torch.stack([(v.reshape(len(some), -1) != 0).sum(dim=1) for v in batch.values()]).sum(0)
+            if int(filled.max()) > most:
+                largest, most = int(some[int(filled.argmax())]), int(filled.max())
+        return largest
 
     def _gather_blocks(self, rows: npt.NDArray[np.int64]) -> TensorBatch:
         owner = np.searchsorted(self._starts, rows, side="right") - 1

@@ -33,6 +33,9 @@ class Peak:
 class Gauge(Protocol):
     """Measures one rank's memory."""
 
+    reserved_bytes: int
+    """What each rank will hold besides, and does not yet."""
+
     @property
     def doubts(self) -> tuple[str, ...]:
         """What could not be measured as it should."""
@@ -54,9 +57,11 @@ class MemoryGauge:
     Args:
         world: The ranks.
         headroom: Fraction of the memory to be left free.
-        share: Fraction of the device that belongs to this rank, where others, which come and go, have the
-            rest: then only its own memory counts, against that fraction.
+        share: Fraction of the memory that belongs to this rank, where others, which come and go, have the
+            rest: then only its own memory counts, against that fraction (on the CPU, of what others leave).
     """
+
+    reserved_bytes = 0
 
     def __init__(self, world: World, headroom: float, share: float = 1.0) -> None:
         self._world, self._meter = world, PeakMeter(world.device)
@@ -65,9 +70,12 @@ class MemoryGauge:
         self._where = _where(world.device)
         everybody = world.gather_objects((self._where, reading.own_bytes))
         ours = sum(own for where, own in everybody if where == self._where)
-        self._others = max(reading.used_bytes - ours, 0) if share == 1 else 0
+        others, total = max(reading.used_bytes - ours, 0), reading.total_bytes
+        self._others = others if share == 1 else 0
         ranks_here = sum(where == self._where for where, _ in everybody) if share < 1 else 1
-        self._total = reading.total_bytes * min(share * ranks_here, 1.0)
+        if share < 1 and world.device.type == "cpu":
+            total -= others
+        self._total = total * min(share * ranks_here, 1.0)
         self._usable = usable_fraction(world.device, headroom) * self._total
         # The host's memory is given out without looking; who then uses too much of it is killed.
         self.ends_at = 1 / (1 - headroom) if world.device.type == "cpu" else None
@@ -81,7 +89,7 @@ class MemoryGauge:
 
         Where the allocator had to give back what it kept, to go on, the memory was full.
         """
-        mine = self._where, self._meter.peak_bytes(), self._meter.retries
+        mine = self._where, self._meter.peak_bytes() + self.reserved_bytes, self._meter.retries
         here = [
             (peak, retries)
             for where, peak, retries in self._world.gather_objects(mine)

@@ -212,10 +212,16 @@ class TrainingLoop:
 
         Every rank's buffers are rank 0's in it, and from then on.
         """
+        with self.untimed():
+            self._synchronise_buffers()
+            yield
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """What takes place in it is not training, so that its time does not count as such."""
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)  # what is under way is training still
         started = time.perf_counter()
-        self._synchronise_buffers()
         try:
             yield
         finally:

@@ -29,10 +29,15 @@ class MixedPrecision:
             raise ConfigError(f"precision is {precision!r}; allowed: {', '.join(get_args(Precision))}")
         if precision == "auto":
             precision = "bf16" if computes_in_bf16(device) else "fp32"
-        self._device_type = device.type
+        self._device_type, self._device = device.type, device
         self._autocast_dtype = _AUTOCAST.get(precision)
         self.weight_dtype = torch.float64 if precision == "fp64" else torch.float32
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+
+    def begin(self) -> None:
+        """Before a step: the loss scaler makes its scale with the first loss, and a rank may have no rows."""
+        if self.scaler.is_enabled() and self.scaler._scale is None:
+            self.scaler.scale(torch.zeros((), device=self._device))
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context for forward and loss."""

@@ -111,6 +111,13 @@ class OptimizerStep:
         """Whether a step that is not finite leaves the weights alone (fp16's scaler sees to that too)."""
         return self._skips or self._precision.scaler.is_enabled()
 
+    @property
+    def held_bytes(self) -> int:
+        """What it keeps from step to step: gradients and the optimizers' state."""
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+        return self.gradients.flat.nbytes + sum(each.nbytes for each in tensors)
+
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Inside the block steps are this rank's own: no collective, nothing to wait for."""
@@ -145,6 +152,7 @@ class OptimizerStep:
             stopwatch: Times that.
         """
         self.gradients.zero()
+        self._precision.begin()
         noise = self.noise.of_step(measure, stopwatch)
         outputs: list[Any] = []
         for micro_batch in micro_batches:

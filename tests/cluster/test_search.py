@@ -17,7 +17,7 @@ from ray import tune
 from ray.util.placement_group import placement_group_table
 
 from ray_dynbs.cluster.data import PreparedData, prepare_data
-from ray_dynbs.cluster.search.driver import check_room, plan_search, run_search
+from ray_dynbs.cluster.search.driver import _share_of_memory, check_room, plan_search, run_search
 from ray_dynbs.cluster.search.ensemble import Ensemble
 from ray_dynbs.cluster.search.group import OneRank, TrialInput
 from ray_dynbs.cluster.search.record import TrialRecord, first_cause, rank
@@ -56,8 +56,14 @@ def make(space: dict[str, Any], base: dict[str, Any] | None = None, **more: Any)
     return Candidates(Search.model_validate(search), ROOT)
 
 
-def ensemble(folder: Path, seeds: int, restored: Path | None = None, first_seed: int = 5) -> Ensemble:
-    config = make({"optimizer.lr": {"choice": [0.02]}}).base.model_copy(update={"seed": first_seed})
+def ensemble(
+    folder: Path, seeds: int, restored: Path | None = None, first_seed: int = 5, probe: str = "off"
+) -> Ensemble:
+    base = {
+        "seed": first_seed,
+        "memory": {"probe": probe},
+    }  # which of two sizes is faster is not the question
+    config = make({"optimizer.lr": {"choice": [0.02]}}, base).base
     return Ensemble(config, seeds, STORES, World.current(CPU), folder=str(folder), restored=restored)
 
 
@@ -131,6 +137,26 @@ def test_trials_that_would_find_the_same_are_probed_once(
     assert probed == [61, 61]
 
 
+@pytest.mark.parametrize(
+    ("search", "num_points", "trials_at_once"),
+    [
+        ({}, None, 8),
+        ({}, 3, 3),
+        ({"concurrency": 2}, 30, 2),
+        ({"concurrency": 20}, 30, 8),
+        ({"resources": {"cpu": 4}}, 30, 2),
+        ({"resources": {"cpu": 16}}, 30, 1),
+    ],
+)
+def test_trials_at_once_share_a_nodes_memory(
+    search: dict[str, Any], num_points: int | None, trials_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [{"Alive": True, "Resources": {"CPU": cpus}} for cpus in (8.0, 2.0)]
+    monkeypatch.setattr(ray, "nodes", lambda: [*nodes, {"Alive": False, "Resources": {"CPU": 99.0}}])
+    candidates = make({"optimizer.lr": {"choice": [0.02]}}, **search)
+    assert _share_of_memory(candidates, num_points) == 1 / trials_at_once
+
+
 def test_a_trial_keeps_to_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = problem_task.loss
 
@@ -140,7 +166,7 @@ def test_a_trial_keeps_to_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return whole(model, batch)
 
     monkeypatch.setattr(problem_task, "loss", limited)
-    ensemble(tmp_path, 1).train_epoch()
+    ensemble(tmp_path, 1, probe="auto").train_epoch()
     (row,) = epochs_of(tmp_path, 5)
     assert (row["global_batch_size"], row["micro_batch_size"], row["grad_accum_steps"]) == (9, 3, 3)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -13,7 +15,10 @@ import torch
 from ray_dynbs.config import Config
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.tasks import bytes_lm, digits
+from ray_dynbs.tasks.trial import try_task
 from ray_dynbs.training.columns import ColumnStore
+
+ROWS = pa.table({"a": pa.array(np.arange(40.0), pa.float32())})
 
 
 def config(task: str, **task_args: Any) -> Config:
@@ -95,3 +100,30 @@ def test_a_byte_model_learns() -> None:
 def test_wrong_arguments_are_refused(build: Any, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build(config("task", **arguments))
+
+
+@pytest.mark.parametrize(("most", "tried"), [(None, [16, 8, 8]), (3, [3, 1, 2]), (1, [2, 1, 1])])
+def test_a_task_is_tried_on_no_more_rows_than_are_allowed_in_one_forward(
+    most: int | None, tried: list[int]
+) -> None:
+    sizes = []
+    whole = config("own")
+    limited = whole.model_copy(
+        update={"memory": whole.memory.model_copy(update={"max_micro_batch_size": most})}
+    )
+
+    def loss(model: Any, batch: Any) -> Any:
+        sizes.append(len(batch["a"]))
+        return model(batch["a"].reshape(-1, 1)).sum(), len(batch["a"])
+
+    task = SimpleNamespace(build_model=lambda config: torch.nn.Linear(1, 1), loss=loss)
+    try_task(limited, task, torch.nn.Linear(1, 1), {"train": ROWS})
+    assert sizes == tried
+
+
+def test_what_this_machine_has_no_memory_for_the_workers_may_have() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 33 GB")
+
+    task = SimpleNamespace(build_model=lambda config: torch.nn.Linear(1, 1), loss=loss)
+    try_task(config("own"), task, torch.nn.Linear(1, 1), {"train": ROWS})

@@ -90,6 +90,17 @@ def test_of_nested_limits_the_one_with_the_least_room_counts(tmp_path: Path) -> 
     assert (found.used_bytes, found.max_bytes) == (4 * GB, 8 * GB)
 
 
+def test_where_the_kernel_slows_processes_down_is_a_limit_too(tmp_path: Path) -> None:
+    """``MemoryHigh`` of systemd, Kubernetes' memory quality of service: above it all but stand still."""
+    v2(tmp_path / "cg", 8 * GB, 3 * GB)
+    for high, expected in ((6 * GB, 6 * GB), ("max", 8 * GB), (9 * GB, 8 * GB)):
+        group(tmp_path / "cg", memory__high=str(high))
+        assert tightest_limit(tmp_path / "cg", own(tmp_path, "0::/")).max_bytes == expected
+    v2(tmp_path / "cg", "max", 3 * GB)
+    group(tmp_path / "cg", memory__high=str(5 * GB))
+    assert tightest_limit(tmp_path / "cg", own(tmp_path, "0::/")).max_bytes == 5 * GB
+
+
 def test_hybrid_machines_keep_memory_in_v1(tmp_path: Path) -> None:
     v1(tmp_path / "cg" / "memory" / "job", 2 * GB, GB)
     (tmp_path / "cg" / "unified").mkdir()

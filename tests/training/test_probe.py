@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from ray_dynbs.core.errors import ConfigError
 from ray_dynbs.core.plan import BatchPlan
 from ray_dynbs.core.probed import ProbeResult
-from ray_dynbs.training import probe
+from ray_dynbs.training import columns, sizes
 from ray_dynbs.training.columns import ColumnStore
 from ray_dynbs.training.datasets import DatasetStore
 from ray_dynbs.training.feed import IndexedFeed
@@ -127,7 +127,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(probe.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(sizes.time, "perf_counter", lambda: self.now)
 
 
 def timed(
@@ -520,6 +520,94 @@ def test_modes_are_those_of_the_loop() -> None:
     assert set(modes) == {False}
 
 
+def _no_number_on_one_rank() -> list[Any]:
+    """A rank whose loss of few rows is no number: the ranks agree, instead of waiting for each other."""
+    world = World.current()
+    SimulatedMemory.ends_at = 1 / (1 - HEADROOM)
+    model = small_model()
+    memory = SimulatedMemory(model, line(100))
+
+    def loss(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        total, rows = memory.loss(batch)
+        return total * (torch.nan if rows < 4 and world.rank == 1 else 1), rows
+
+    step = OptimizerStep(model, adam(model), world, MixedPrecision("fp64", CPU))
+    whole = Probe(model, step, MixedPrecision("fp64", CPU), world, memory)
+    found = whole.find(
+        loss,
+        lambda rows: {"x": torch.ones(rows, 5).double(), "y": torch.ones(rows, 1).double()},
+        start=16,
+        most=1000,
+    )
+    return [each.micro_batch_size for each in found.tried]
+
+
+def test_a_loss_that_is_no_number_on_one_rank_holds_up_no_other() -> None:
+    one, other = run_ranks(_no_number_on_one_rank, 2)
+    assert one == other
+    assert one[0] == 4
+    assert one[-1] >= 97
+
+
+def test_where_the_start_runs_out_a_loss_that_wants_pairs_is_still_probed() -> None:
+    model = small_model()
+    memory = SimulatedMemory(model, line(9))
+
+    def loss(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        if len(batch["y"]) < 2:
+            raise ValueError("no pairs")
+        return memory.loss(batch)
+
+    step = OptimizerStep(model, adam(model), World(0, 1, CPU), MixedPrecision("fp64", CPU))
+    feed = IndexedFeed(
+        ColumnStore([table(50)]), rank=0, plan=BatchPlan.fit(4, 1), seed=0, shuffle="full", device=CPU
+    )
+    whole = Probe(model, step, MixedPrecision("fp64", CPU), World(0, 1, CPU), memory)
+    assert whole.find(loss, feed.largest, start=64, most=64).largest == 9
+
+
+def test_on_the_cpu_too_the_share_that_a_run_begins_with_is_tried_in_any_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An optimizer that takes seconds takes them for any number of rows."""
+    monkeypatch.setattr(SimulatedMemory, "ends_at", 1 / (1 - HEADROOM))
+    clock = Clock(monkeypatch)
+    result, _ = timed(clock, lambda rows: 1.5 / rows + 0.05, maximum=10_000)
+    assert result.largest >= 16
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_without_rows_the_optimizer_makes_its_state(precision: Any) -> None:
+    """Also under fp16, whose scaler makes its scale with the first loss; a rank may have no rows."""
+    model = small_model().float()
+    optimizer, world = adam(model), World(0, 1, CPU)
+    step = OptimizerStep(model, optimizer, world, MixedPrecision(precision, CPU))
+    result = step.run([], squared_error(model), rows=1, adjustment=sizes.STILL)
+    assert result.applied
+    assert len(optimizer.state) == len(list(model.parameters()))
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert 3 * parameters <= step.held_bytes <= 3 * parameters + 64
+
+
+def test_models_beside_it_are_reserved_for() -> None:
+    """Seeds of a trial train in one process: weights, gradients and Adam's two moments of each."""
+    model, precision = small_model(), MixedPrecision("fp64", CPU)
+    step = OptimizerStep(model, adam(model), World(0, 1, CPU), precision)
+    memory = SimulatedMemory(model, line(100))
+    feed = IndexedFeed(
+        ColumnStore([table(50)]), rank=0, plan=BatchPlan.fit(4, 1), seed=0, shuffle="full", device=CPU
+    )
+    Probe(model, step, precision, World(0, 1, CPU), memory, siblings=3).find(
+        memory.loss, feed.largest, start=16, most=100
+    )
+    each = 4 * sum(p.nbytes for p in model.parameters())
+    assert 3 * each <= memory.reserved_bytes <= 3 * each + 500
+    gauge = MemoryGauge(World(0, 1, CPU), HEADROOM)
+    before = gauge.peak().used_bytes
+    gauge.reserved_bytes = 10**12
+    assert gauge.peak().used_bytes - before == pytest.approx(1e12, rel=0.01)
+
+
 def test_a_probe_whose_loss_fails_is_told_and_not_raised() -> None:
     """Copies of one row may be no batch of a loss that needs different ones."""
 
@@ -554,7 +642,16 @@ class Ragged(Dataset[torch.Tensor]):
         return torch.ones(400 if row == 13 else row + 1)
 
 
-def test_the_largest_rows_are_probed() -> None:
+def count_rows(store: ColumnStore, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Most rows that are copied at once to find the largest one, which is still found."""
+    found, gather = [], store.gather
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "gather", lambda rows: found.append(len(rows)) or gather(rows))
+        assert store.largest_row() == 17
+    return max(found)
+
+
+def test_the_largest_rows_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     store = DatasetStore(Ragged(), lambda rows: {"flat": torch.cat(rows), "rows": len(rows)})
     feed = IndexedFeed(store, rank=0, plan=BatchPlan.fit(4, 1), seed=0, shuffle="full", device=CPU)
     assert feed.largest(3)["flat"].shape == (1200,)
@@ -566,7 +663,14 @@ def test_the_largest_rows_are_probed() -> None:
     import pyarrow as pa
 
     column = pa.FixedSizeListArray.from_arrays(pa.array(padded.reshape(-1)), 6)
-    assert ColumnStore([pa.table({"tokens": column})]).largest_row() == 17
+    store = ColumnStore([pa.table({"tokens": column})])
+    assert store.largest_row() == 17
+    for at_once in (1, 48, 100, 480):  # rows have 48 bytes; large ones are not all copied at once
+        monkeypatch.setattr(columns, "BYTES_AT_ONCE", at_once)
+        looked_at = [count_rows(store, monkeypatch)]
+        assert looked_at[0] <= max(at_once // 48, 1) + 1
+    monkeypatch.setattr(columns, "MOST_BYTES_LOOKED_AT", 48 * 3)
+    assert store.largest_row() in (0, 14, 29)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,13 @@ def run_search(
     """
     os.environ.update(TUNE_SETTINGS)
     search, uri = candidates.search, folder.absolute_uri
-    given = TrialInput(data.blocks, search.seeds, search.resources.cpu, search.resources.gpu)
+    given = TrialInput(
+        data.blocks,
+        search.seeds,
+        search.resources.cpu,
+        search.resources.gpu,
+        _share_of_memory(candidates, None if plan is None or plan.points is None else len(plan.points)),
+    )
     shared = SearchInput(candidates, given, uri)
     trainable: Any = tune.with_resources(tune.with_parameters(Trial, search=shared), _resources(candidates))
     path = f"{uri}/{TUNE_FOLDER}"
@@ -123,6 +129,21 @@ def run_search(
         status = "filtered" if why == FILTERED else "unusable"
         records.append(TrialRecord("", dict(point), status, error="" if status == "filtered" else why))
     return records
+
+
+def _share_of_memory(candidates: Candidates, num_points: int | None) -> float:
+    """Fraction of a node's memory for each rank: trials that run at once share it.
+
+    Args:
+        candidates: The search.
+        num_points: Trials there will be, where that is known.
+    """
+    search, workers = candidates.search, candidates.base.cluster.worker_range[0]
+    cpus = max((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
+    room = max(cpus / search.resources.cpu if search.resources.cpu else workers, 1.0)
+    concurrency = room if search.concurrency == "auto" else search.concurrency * workers
+    trials = room if num_points is None else num_points * workers
+    return 1.0 / max(min(room, concurrency, trials), 1.0)
 
 
 def _new_tuner(trainable: Any, candidates: Candidates, plan: Plan, folder: str) -> tune.Tuner:

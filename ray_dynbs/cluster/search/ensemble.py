@@ -62,7 +62,7 @@ class Ensemble:
         world: The ranks.
         folder: Where each seed's run directory lies, ``seed-<n>``.
         restored: Folder of checkpoints to go on from, or ``None``.
-        share: Fraction of a device that is each rank's own.
+        share: Fraction of the memory that is each rank's own.
         probes: What was found to fit in memory, by trials before this one in the same process.
     """
 
@@ -90,7 +90,7 @@ class Ensemble:
                 run.make()
                 run.write_text(CONFIG, dump_yaml(own))
             link = LocalLink(Coordinator(own, run))
-            parts = build_parts(own, world, stores, share)
+            parts = build_parts(own, world, stores, share, siblings=num_seeds - 1)
             checkpoint = None if restored is None else restored / f"seed-{seed}"
             self._workers.append(Worker(parts, run, link, checkpoint, probes=probes))
             earlier = [row for row in run.read_epochs() if row["epoch"] < self._workers[-1].progress.epoch]

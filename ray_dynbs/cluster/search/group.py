@@ -42,12 +42,14 @@ class TrialInput:
         num_seeds: Seeds of each trial.
         cpus: Of each rank.
         gpus: Of each rank; a fraction shares one.
+        share: Fraction of a node's memory that is each rank's own, where it computes on CPUs.
     """
 
     blocks: dict[str, Blocks]
     num_seeds: int
     cpus: float
     gpus: float
+    share: float = 1.0
 
 
 class Group(Protocol):
@@ -111,10 +113,20 @@ class Rank:
                 World.current(self._device),
                 folder=folder,
                 restored=checkpoints,
-                share=self._given.gpus if 0 < self._given.gpus < 1 and self._device.type == "cuda" else 1.0,
+                share=self._share,
                 probes=self._probes,
             )
         return self._ensemble.epoch
+
+    @property
+    def _share(self) -> float:
+        """Of the memory; of a GPU, no more than that can be had from now on."""
+        if self._device.type != "cuda":
+            return self._given.share
+        if not 0 < self._given.gpus < 1:
+            return 1.0
+        torch.cuda.set_per_process_memory_fraction(self._given.gpus, self._device)
+        return self._given.gpus
 
     def train_epoch(self) -> EpochOfTrial:
         """One epoch of every seed."""
