@@ -109,6 +109,7 @@ def _text(output: Any) -> str:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@WITH_TOKEN
 def test_the_quickstart(node: Head) -> None:
     kernel = Kernel.of(QUICKSTART, environment(node))
     kernel.execute()

@@ -25,6 +25,13 @@ def node(request: pytest.FixtureRequest) -> Iterator[Head]:
         yield started
 
 
+OPEN, WITH_TOKEN = (
+    pytest.mark.parametrize("node", [asked], ids=[name], indirect=True)
+    for asked, name in ((False, "open"), (True, "token"))
+)
+"""For what is the same on both, once it is submitted."""
+
+
 def submit(
     node: Head, *arguments: str, folder: Path = ROOT, token: bool | None = None
 ) -> subprocess.Popen[str]:
@@ -54,6 +61,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 200) -> tuple[int,
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@OPEN
 def test_a_job_is_followed_and_its_exit_codes_passed_on(node: Head, tmp_path: Path) -> None:
     code, output = finish(submit(node, "train", DIGITS, "--set", "epochs=2", *SMALL, "--set", "name=first"))
     assert code == 0, output
@@ -71,8 +79,6 @@ def test_a_job_is_followed_and_its_exit_codes_passed_on(node: Head, tmp_path: Pa
     code, output = finish(submit(node, DIGITS, "--set", "task=nonsense"))
     assert code == 2, output
     assert "error: task 'nonsense' does not import" in output
-    if node.with_token:
-        return  # a job fails on both alike
 
     (tmp_path / "bad_task.py").write_text(
         "from ray_dynbs.tasks.digits import *\n"
@@ -95,7 +101,7 @@ def test_a_job_is_followed_and_its_exit_codes_passed_on(node: Head, tmp_path: Pa
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("node", [True], ids=["token"], indirect=True)
+@WITH_TOKEN
 def test_ctrl_c_stops_the_job_and_it_can_be_resumed(node: Head) -> None:
     process = submit(node, DIGITS, "--set", "epochs=300", *SMALL, "--set", "name=long")
     record = node.home / "ray_results" / "runs" / "long"
@@ -122,6 +128,7 @@ def test_ctrl_c_stops_the_job_and_it_can_be_resumed(node: Head) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@OPEN
 def test_ray_job_submit_and_a_search(node: Head) -> None:
     """The entry points of ``jobs/`` under Ray's own command, whose exit code is 0 or 1."""
 
@@ -150,8 +157,6 @@ def test_ray_job_submit_and_a_search(node: Head) -> None:
         if job["status"] == "FAILED" and "epochs=none" in job["entrypoint"]
     ]
     assert [job["driver_exit_code"] for job in failed] == [2]
-    if node.with_token:
-        return  # a search differs from a run in what it runs, not in how it gets there
     small = ["--set", "search.num_trials=2", "--set", "set.epochs=2", "--set", "seeds=1"]
     code, output = ray_job("jobs/tune.py", "tune_configs/thresholds.yaml", *small)
     assert code == 0, output

@@ -72,11 +72,10 @@ def test_the_two_searches_that_have_to_be_quick(name: str, start: Any, tmp_path:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["fixed_batches", "lr_rules", "population"])
-def test_the_other_shipped_searches_run(name: str, start: Any, tmp_path: Path) -> None:
-    command = start("tune", str(CONFIGS / f"{name}.yaml"), "--out", "runs", "--set", "set.epochs=4")
+def test_a_shipped_population_runs(start: Any, tmp_path: Path) -> None:
+    command = start("tune", str(CONFIGS / "population.yaml"), "--out", "runs", "--set", "set.epochs=4")
     assert command.wait() == 0, command.text
-    record = RunDirectory(str(tmp_path / "runs" / name))
+    record = RunDirectory(str(tmp_path / "runs" / "population"))
     assert not any(row["status"] == "failed" for row in read_trials(record))
     load_config(Path(record.absolute_uri) / "best.yaml")
 
@@ -161,23 +160,6 @@ def own_search(tmp_path: Path, condition: str, **changes: Any) -> str:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_trial_that_raises_is_in_the_table_and_the_others_go_on(start: Any, tmp_path: Path) -> None:
-    own = own_search(tmp_path, "len(batch['label']) == 64")
-    command = start("tune", own, "--set", "set.memory.probe=off")  # which would find that 64 do not work
-    assert command.wait() == 0, command.text
-    rows = {
-        row["param.batch.initial"]: row for row in read_trials(RunDirectory(str(tmp_path / "runs" / "own")))
-    }
-    assert [rows[size]["status"] for size in (16, 32, 64)] == ["finished", "finished", "failed"]
-    assert rows[64]["error"] == "ValueError: labels are from another planet"
-    assert "failed: ValueError: labels are from another planet; batch.initial=64" in command.text
-    assert "done: 3 trials; 1 failed" in command.text
-    assert "Traceback" not in command.text
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_where_all_trials_fail_the_first_cause_is_shown(start: Any, tmp_path: Path) -> None:
     command = start("tune", own_search(tmp_path, "True"))
     assert command.wait() == 1, command.text
@@ -189,7 +171,10 @@ def test_where_all_trials_fail_the_first_cause_is_shown(start: Any, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_failing_rank_of_two_ends_its_trial_and_no_other(start: Any, tmp_path: Path) -> None:
-    """The other rank waits in a collective: nobody waits for it, and the next trial has ranks of its own."""
+    """The other rank waits in a collective: nobody waits for it, and the next trial has ranks of its own.
+
+    The trial that failed is in the table with its reason.
+    """
     condition = "dist.get_rank() == 1 and len(batch['label']) == 16"
     base = {**SPACE["base"], "cluster": {"num_workers": 2}}  # type: ignore[dict-item]
     file = own_search(tmp_path, condition, base=base, resources={"cpu": 0.5})
@@ -199,19 +184,11 @@ def test_a_failing_rank_of_two_ends_its_trial_and_no_other(start: Any, tmp_path:
         row["param.batch.initial"]: row for row in read_trials(RunDirectory(str(tmp_path / "runs" / "own")))
     }
     assert [rows[size]["status"] for size in (16, 32, 64)] == ["finished", "failed", "finished"]
-    assert "labels are from another planet" in rows[32]["error"]
+    assert rows[32]["error"] == "ValueError: labels are from another planet"
+    assert "failed: ValueError: labels are from another planet; batch.initial=32" in command.text
+    assert "done: 3 trials; 1 failed" in command.text
+    assert "Traceback" not in command.text
     assert command.survivors() == []
-
-
-@pytest.mark.ray
-@pytest.mark.timeout(200)
-def test_more_than_the_cluster_has_is_told_within_seconds(start: Any, tmp_path: Path) -> None:
-    command = start("tune", str(CONFIGS / "gpu_trials.yaml"))
-    assert command.wait(100) == 2
-    assert command.text == (
-        "error: resources.gpu is 0.5 for each of 1 workers: a trial needs 0.5 GPU, the cluster has 0\n"
-    )
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
