@@ -67,20 +67,15 @@ class Command:
             self.watch()
             time.sleep(0.1)
 
-    def interrupt_once_there_is(
-        self, folder: Path, pattern: str, timeout_s: float = 120, by: signal.Signals = signal.SIGINT
-    ) -> int:
-        """Ctrl-C to the whole process group, or SIGTERM to it alone, once a file is there; the exit code."""
+    def interrupt_once_there_is(self, folder: Path, pattern: str, timeout_s: float = 120) -> int:
+        """Ctrl-C, to the whole process group, once a file is there; the exit code."""
         deadline = time.monotonic() + timeout_s
         while not list(folder.glob(pattern)):
             assert time.monotonic() < deadline, self.text
             assert self.process.poll() is None, self.text
             time.sleep(0.2)
         self.watch()
-        if by == signal.SIGINT:
-            os.killpg(self.process.pid, by)
-        else:
-            self.process.send_signal(by)
+        os.killpg(self.process.pid, signal.SIGINT)
         return self.wait(timeout_s)
 
     def survivors(self, patience_s: float = 15) -> list[str]:
