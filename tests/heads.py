@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import requests
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +24,12 @@ READY_S = 90
 HOST = "127.0.0.1"
 RAYS_OWN = ("_StatsActor", "_AutoscalingCoordinatorActor")
 """Ray Data makes these once for all jobs of a cluster, and keeps them."""
+
+OPEN, WITH_TOKEN = (
+    pytest.mark.parametrize("node", [asked], ids=[name], indirect=True)
+    for asked, name in ((False, "open"), (True, "token"))
+)
+"""For what is the same with and without a token, once the head is reached: the fixture ``node`` on one."""
 
 
 class Head:

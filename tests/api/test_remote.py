@@ -18,7 +18,7 @@ import nbclient
 import nbformat
 import pytest
 
-from tests.heads import HOST, ROOT, Head, free_ports, head
+from tests.heads import HOST, OPEN, ROOT, WITH_TOKEN, Head, free_ports, head
 
 # The event loops that nbclient leaves behind own sockets, which complain when they are collected.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
@@ -36,13 +36,6 @@ def collected() -> Iterator[None]:
 def node(request: pytest.FixtureRequest) -> Iterator[Head]:
     with head(with_token=request.param) as started:
         yield started
-
-
-OPEN, WITH_TOKEN = (
-    pytest.mark.parametrize("node", [asked], ids=[name], indirect=True)
-    for asked, name in ((False, "open"), (True, "token"))
-)
-"""For what is the same on both, once it is connected."""
 
 
 def environment(node: Head, *, token: bool | None = None) -> dict[str, str]:

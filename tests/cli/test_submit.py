@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import call
-from tests.heads import HOST, ROOT, Head, free_ports, head
+from tests.heads import HOST, OPEN, ROOT, WITH_TOKEN, Head, free_ports, head
 
 DIGITS = "jobs/configs/digits.yaml"
 SMALL = ["--set", "task_args={channels: [4, 4]}"]
@@ -23,13 +23,6 @@ SMALL = ["--set", "task_args={channels: [4, 4]}"]
 def node(request: pytest.FixtureRequest) -> Iterator[Head]:
     with head(with_token=request.param) as started:
         yield started
-
-
-OPEN, WITH_TOKEN = (
-    pytest.mark.parametrize("node", [asked], ids=[name], indirect=True)
-    for asked, name in ((False, "open"), (True, "token"))
-)
-"""For what is the same on both, once it is submitted."""
 
 
 def submit(
